@@ -1,0 +1,53 @@
+# `make` alone prints what there is. Every target sets up what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+# torch warns on import where NumPy is absent; nothing here needs NumPy.
+RUN := $(BIN)/python -W 'ignore:Failed to initialize NumPy'
+SOURCES := src tests tools
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-all check bench docs clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(STAMP) ## create .venv with everything a contributor needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv (a few minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+		-c constraints.txt torch -e '.[cli,io,dev]'
+	@touch $@
+
+demo: $(STAMP) ## see the library at work
+	$(RUN) -m anymamba demo
+
+test: $(STAMP) ## run the tests and the examples in docstrings, without the slow ones
+	$(RUN) -m pytest -q -m "not slow" --doctest-modules src tests
+
+test-all: $(STAMP) ## run every test
+	$(RUN) -m pytest -q --doctest-modules src tests
+
+check: $(STAMP) ## format, lint, types, layers, doors, names, spelling
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(RUN) tools/check_doors.py
+	$(RUN) tools/check_names.py
+	$(BIN)/codespell $(SOURCES) $(wildcard docs) $(wildcard *.md) Makefile pyproject.toml
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+bench: $(STAMP) ## measure speed and memory
+	$(RUN) -m anymamba.bench
+
+docs: $(STAMP) ## follow every relative link and run every python block of the documents
+	$(RUN) tools/check_docs.py
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

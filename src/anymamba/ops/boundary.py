@@ -1,0 +1,220 @@
+"""The operator boundary: how a scan becomes `anymamba::<name>_fwd` and `anymamba::<name>_bwd`.
+
+An operator here has a forward body and a hand-written backward body in plain torch. `Operator`
+registers both as opaque operators (a default body for every device, a fake for tracing), and puts
+one `autograd.Function` around them that saves the inputs only.
+
+    eager            Function -> bodies, called directly
+    torch.compile    Function -> torch.ops.anymamba.*: the compiler sees one node, whatever the length
+    vmap             the mapped axis is merged into an axis the operator is batched over
+    double backward  the differentiable `composite` is differentiated twice
+
+Tensors that can carry a gradient come first in every signature and are always present; constants
+(flags, sizes, borders) follow.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymamba.errors import BackendError
+from anymamba.ops.numerics import full_precision
+
+__all__ = ["LIBRARY", "Operator"]
+
+# The library object must stay alive for as long as the operators are registered.
+LIBRARY = torch.library.Library("anymamba", "DEF")
+
+Tensors = tuple[Tensor, ...]
+
+
+class Operator:
+    """One operator: bodies, fakes, dispatcher registration and the recompute Function.
+
+    Args:
+        name: becomes `anymamba::<name>_fwd` and `anymamba::<name>_bwd`.
+        tensors: names of the differentiable tensors, in order.
+        constants: schema of the rest, such as `bool strict, int chunk_len, Tensor? cu_seqlens`.
+        outputs: number of results of the forward.
+        forward: `(*tensors, *constants) -> outputs`.
+        backward: `(*grad_outputs, *tensors, *constants) -> one gradient per tensor`.
+        fake: shapes and dtypes of `forward`.
+        composite: the same values as `forward`, from differentiable torch functions.
+        merge_axes: `constants -> (axis per tensor, axis per output)` that vmap merges into.
+        merge_constants: `(mapped size, tensors, constants) -> constants` of the merged call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tensors: Sequence[str],
+        constants: str,
+        outputs: int,
+        forward: Callable[..., Tensors],
+        backward: Callable[..., Tensors],
+        fake: Callable[..., Tensors],
+        composite: Callable[..., Tensors],
+        merge_axes: Callable[..., tuple[Sequence[int], Sequence[int]]],
+        merge_constants: Callable[..., tuple[Any, ...]],
+    ) -> None:
+        """Register the pair and build the Function."""
+        self.name = name
+        self.width = len(tensors)
+        self.outputs = outputs
+        self.forward = _in_full_precision(forward)
+        self.backward = _in_full_precision(backward)
+        self.composite = composite
+        self.merge_axes = merge_axes
+        self.merge_constants = merge_constants
+        arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), constants])
+        gradients = ", ".join(f"Tensor grad_out_{place}" for place in range(outputs))
+        LIBRARY.define(f"{name}_fwd({arguments}) -> ({_tensors(outputs)})")
+        LIBRARY.define(f"{name}_bwd({gradients}, {arguments}) -> ({_tensors(self.width)})")
+        LIBRARY.impl(f"{name}_fwd", self.forward, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{name}_bwd", self.backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"anymamba::{name}_fwd", fake, lib=LIBRARY)
+        torch.library.register_fake(f"anymamba::{name}_bwd", self._fake_backward, lib=LIBRARY)
+        self.fwd_op = getattr(torch.ops.anymamba, f"{name}_fwd")
+        self.bwd_op = getattr(torch.ops.anymamba, f"{name}_bwd")
+        self.function = _recompute_function(self)
+
+    def __call__(self, *args: Any) -> Tensors:
+        """Run the operator: tensors, then constants."""
+        return self.function.apply(*args)
+
+    def _fake_backward(self, *args: Any) -> Tensors:
+        tensors = args[self.outputs : self.outputs + self.width]
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+    def differentiable_backward(self, *args: Any) -> Tensors:
+        """Compute the backward from `composite`, so that it can be differentiated again."""
+        grads, tensors, constants = self.split(args)
+        _, pull = torch.func.vjp(lambda *t: self.composite(*t, *constants), *tensors)
+        return pull(tuple(grads))
+
+    def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Split a backward's arguments into output gradients, tensors and constants."""
+        middle = self.outputs + self.width
+        return args[: self.outputs], args[self.outputs : middle], args[middle:]
+
+
+def _tensors(count: int) -> str:
+    return ", ".join(["Tensor"] * count)
+
+
+def _in_full_precision(body: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    def run(*args: Any) -> Tensors:
+        with full_precision(args[0]):
+            return body(*args)
+
+    return run
+
+
+def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
+    width, outputs = operator.width, operator.outputs
+
+    def save(ctx: Any, inputs: Sequence[Any], tensors: int) -> None:
+        # Borders are tensors too: save_for_backward is the only legal place for them.
+        constants = inputs[tensors:]
+        ctx.is_tensor = [isinstance(constant, Tensor) for constant in constants]
+        ctx.plain = [None if isinstance(c, Tensor) else c for c in constants]
+        ctx.save_for_backward(
+            *inputs[:tensors], *(c for c in constants if isinstance(c, Tensor))
+        )
+
+    def load(ctx: Any, tensors: int) -> list[Any]:
+        saved = list(ctx.saved_tensors)
+        borders = iter(saved[tensors:])
+        constants = [
+            next(borders) if is_tensor else plain
+            for is_tensor, plain in zip(ctx.is_tensor, ctx.plain, strict=True)
+        ]
+        return [*saved[:tensors], *constants]
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Tensors:
+            return operator.backward(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, outputs + width)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            args = load(ctx, outputs + width)
+            constants = args[outputs + width :]
+            with full_precision(args[0]):
+                _, pull = torch.func.vjp(
+                    lambda *tensors: operator.differentiable_backward(*tensors, *constants),
+                    *args[: outputs + width],
+                )
+                return (*pull(tuple(grads)), *[None] * len(constants))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return _merged_call(operator, Backward, info.batch_size, in_dims, args, True)
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Tensors:
+            body = operator.fwd_op if torch.compiler.is_compiling() else operator.forward
+            return body(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, width)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            args = load(ctx, width)
+            # Dynamo cannot trace a Function inside a backward; the bare operator is enough there.
+            body = operator.bwd_op if torch.compiler.is_compiling() else Backward.apply
+            result = body(*(grad.contiguous() for grad in grads), *args)
+            needed = [
+                grad if wanted else None
+                for grad, wanted in zip(result, ctx.needs_input_grad, strict=False)
+            ]
+            return (*needed, *[None] * (len(args) - width))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return _merged_call(operator, Recompute, info.batch_size, in_dims, args, False)
+
+    return Recompute
+
+
+def _merged_call(
+    operator: Operator,
+    function: type[torch.autograd.Function],
+    size: int,
+    in_dims: tuple[Any, ...],
+    args: tuple[Any, ...],
+    backward: bool,
+) -> Any:
+    """Merge a mapped axis into the axes the operator names, call once, take it apart again."""
+    lead = operator.width + (operator.outputs if backward else 0)
+    constants = args[lead:]
+    if any(dim is not None for dim in in_dims[lead:]):
+        raise BackendError(
+            f"{operator.name}: vmap over cu_seqlens is not possible; map over the tensors only."
+        )
+    tensor_axes, output_axes = operator.merge_axes(*constants)
+    axes_in = [*output_axes, *tensor_axes] if backward else list(tensor_axes)
+    axes_out = list(tensor_axes) if backward else list(output_axes)
+    unmapped = []
+    merged = []
+    for tensor, dim, axis in zip(args[:lead], in_dims[:lead], axes_in, strict=True):
+        full = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        unmapped.append(full[0])
+        merged.append(full.movedim(0, axis).flatten(axis, axis + 1))
+    inputs = unmapped[operator.outputs :] if backward else unmapped
+    results = function.apply(*merged, *operator.merge_constants(size, inputs, constants))
+    split = [
+        result.unflatten(axis, (size, -1)).movedim(axis, 0)
+        for result, axis in zip(results, axes_out, strict=True)
+    ]
+    return tuple(split), (0,) * len(split)

@@ -1,0 +1,257 @@
+"""The SSD core and the Mamba-2 scan: validation, defaults, choice of algorithm."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.errors import ShapeError
+from anymamba.notation import bind_dims
+from anymamba.ops.checks import check_groups, check_one_precision, guard
+from anymamba.ops.numerics import full_precision
+from anymamba.ops.packing import packing
+from anymamba.ops.select import select_impl
+from anymamba.ops.ssd.path import SsdPath
+from anymamba.ops.ssd.reference import ssd_core_reference
+from anymamba.ops.ssd.schema import SSD_CORE
+from anymamba.ops.ssd.serial import ssd_core_minimal, ssd_core_serial
+
+__all__ = ["CoreOutput", "SsdOutput", "SsdStep", "ssd", "ssd_core", "ssd_step"]
+
+
+class CoreOutput(NamedTuple):
+    """Result of the SSD core."""
+
+    y_bsmhp: Tensor
+    final_bhpr: Tensor
+
+
+class SsdOutput(NamedTuple):
+    """Result of the Mamba-2 scan."""
+
+    y_bshp: Tensor
+    final_bhpr: Tensor
+
+
+class SsdStep(NamedTuple):
+    """Result of one token of the Mamba-2 scan."""
+
+    y_bhp: Tensor
+    state_bhpr: Tensor
+
+
+def ssd_core(
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor | None = None,
+    *,
+    strict: bool = False,
+    path: SsdPath | None = None,
+    impl: str = "auto",
+    cu_seqlens: Tensor | None = None,
+) -> CoreOutput:
+    """Run the one scan behind Mamba-2 and Mamba-3, from a state to a state.
+
+        H[t] = exp(da[t]) H[t-1] + sum_q v[t,q] b[t,q]^T
+        y[t,q] = H[t] c[t,q]                        strict: (exp(da[t]) H[t-1]) c[t,q]
+
+    Args:
+        v_bsmhp: values; one per rank and head.
+        da_bsh: log-decay of each step; not positive, accumulated in float32 beside half types.
+        b_bsmgr: keys; per group, groups divide heads.
+        c_bsmgr: queries; per group.
+        initial_bhpr: state before the first token; zeros when omitted; one row per sequence
+            when packed; receives a gradient.
+        strict: leave a token's own contribution out of its output.
+        path: algorithm and chunk length; see `SsdPath`.
+        impl: "auto", "portable", "native" or "reference".
+        cu_seqlens: borders of packed sequences; batch must be 1.
+
+    Returns:
+        `CoreOutput(y_bsmhp, final_bhpr)`; y has the dtype of v, the state that of accumulation.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, PackingError, ConfigError, BackendError.
+
+    Example:
+        >>> v, da = torch.ones(1, 3, 1, 1, 1), torch.zeros(1, 3, 1)
+        >>> one = torch.ones(1, 3, 1, 1, 1)
+        >>> ssd_core(v, da, one, one).y_bsmhp.flatten()
+        tensor([1., 2., 3.])
+    """
+    where = "ssd_core"
+    dims = bind_dims(where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr)
+    check_groups(where, dims["h"], dims["g"])
+    compute = check_one_precision(
+        where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, initial=initial_bhpr
+    )
+    initial_bhpr = initial_state(
+        where,
+        initial_bhpr,
+        (dims["b"], dims["h"], v_bsmhp.shape[-1], dims["r"]),
+        v_bsmhp.new_zeros((), dtype=compute),
+        cu_seqlens,
+        dims["s"],
+    )
+    chosen = select_impl(where, impl, path)
+    guard(where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, initial=initial_bhpr)
+    tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
+    with full_precision(v_bsmhp):
+        if chosen == "reference":
+            y_bsmhp, final_bhpr = ssd_core_reference(*tensors, strict, cu_seqlens)
+        else:
+            y_bsmhp, final_bhpr = _portable(tensors, strict, path or SsdPath(), cu_seqlens)
+    guard(where, y_bsmhp=y_bsmhp, final_bhpr=final_bhpr)
+    return CoreOutput(y_bsmhp, final_bhpr)
+
+
+def _portable(
+    tensors: tuple[Tensor, ...], strict: bool, path: SsdPath, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    v_bsmhp, b_bsmgr = tensors[0], tensors[2]
+    rank = v_bsmhp.shape[2]
+    # The matrices inside a chunk have l * m rows, so the rank shortens the chunk.
+    chunk_len = max(1, path.chunk_len_or_optimal(b_bsmgr.shape[-1], v_bsmhp.shape[-1]) // rank)
+    if path.kind == "minimal":
+        return ssd_core_minimal(*tensors, strict, chunk_len, cu_seqlens)
+    # A traced loop over chunks would be unrolled anew for every length: trace the operator instead.
+    if path.kind == "serial" and not torch.compiler.is_compiling():
+        return ssd_core_serial(*tensors, strict, chunk_len, cu_seqlens)
+    return SSD_CORE(*tensors, strict, chunk_len, cu_seqlens)  # pyright: ignore[reportReturnType]
+
+
+def initial_state(
+    where: str,
+    initial: Tensor | None,
+    shape: tuple[int, ...],
+    zero: Tensor,
+    cu_seqlens: Tensor | None,
+    length: int,
+) -> Tensor:
+    """Check the initial state's shape, or make a zero one; a pack has one row per sequence."""
+    if cu_seqlens is not None:
+        count = packing(where, cu_seqlens, shape[0], length, zero.device).count
+        shape = (count, *shape[1:])
+    if initial is None:
+        return zero.expand(shape)
+    if initial.shape != shape:
+        rows = "batch" if cu_seqlens is None else "packed sequences"
+        raise ShapeError(
+            f"{where}: the initial state must have shape {tuple(shape)} ({rows} first); "
+            f"got {tuple(initial.shape)}."
+        )
+    return initial
+
+
+def ssd(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    skip: Tensor | None = None,
+    initial_bhpr: Tensor | None = None,
+    *,
+    path: SsdPath | None = None,
+    impl: str = "auto",
+    cu_seqlens: Tensor | None = None,
+) -> SsdOutput:
+    """Run the Mamba-2 scan over a sequence, from a given state to a returned state.
+
+        H[t] = exp(dt[t] a) H[t-1] + dt[t] x[t] b[t]^T        y[t] = H[t] c[t] + skip x[t]
+
+    Args:
+        x_bshp: inputs.
+        dt_bsh: step sizes after softplus; not negative.
+        a_h: decay rates; negative, so that no exponent is ever positive.
+        b_bsgr: input directions; per group.
+        c_bsgr: output directions; per group.
+        skip: weight of the direct path (h,) or (h, p); none when omitted.
+        initial_bhpr: state before the first token; zeros when omitted; receives a gradient.
+        path: algorithm and chunk length.
+        impl: "auto", "portable", "native" or "reference".
+        cu_seqlens: borders of packed sequences; batch must be 1.
+
+    Returns:
+        `SsdOutput(y_bshp, final_bhpr)`; y has the dtype of x.
+
+    Example:
+        >>> x, dt = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1)
+        >>> one = torch.ones(1, 2, 1, 1)
+        >>> ssd(x, dt, torch.zeros(1), one, one).y_bshp.flatten()
+        tensor([1., 2.])
+    """
+    where = "ssd"
+    bind_dims(where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr)
+    compute = check_one_precision(
+        where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr, skip=skip
+    )
+    dt_bsh = dt_bsh.to(compute)
+    y_bsmhp, final_bhpr = ssd_core(
+        (dt_bsh.unsqueeze(-1) * x_bshp).unsqueeze(2),
+        dt_bsh * a_h.to(compute),
+        b_bsgr.unsqueeze(2),
+        c_bsgr.unsqueeze(2),
+        initial_bhpr,
+        path=path,
+        impl=impl,
+        cu_seqlens=cu_seqlens,
+    )
+    y_bshp = add_skip(where, y_bsmhp.squeeze(2), x_bshp, skip)
+    return SsdOutput(y_bshp.to(x_bshp.dtype), final_bhpr)
+
+
+def ssd_step(
+    x_bhp: Tensor,
+    dt_bh: Tensor,
+    a_h: Tensor,
+    b_bgr: Tensor,
+    c_bgr: Tensor,
+    skip: Tensor | None,
+    state_bhpr: Tensor,
+) -> SsdStep:
+    """Advance the Mamba-2 scan by one token; the arguments are those of `ssd` without time.
+
+    Example:
+        >>> one = torch.ones(1, 1, 1)
+        >>> ssd_step(one, one[0], torch.zeros(1), one, one, None, torch.ones(1, 1, 1, 1)).y_bhp
+        tensor([[[2.]]])
+    """
+    where = "ssd_step"
+    dims = bind_dims(
+        where, x_bhp=x_bhp, dt_bh=dt_bh, a_h=a_h, b_bgr=b_bgr, c_bgr=c_bgr, state_bhpr=state_bhpr
+    )
+    check_groups(where, dims["h"], dims["g"])
+    compute = check_one_precision(
+        where, x_bhp=x_bhp, dt_bh=dt_bh, a_h=a_h, b_bgr=b_bgr, c_bgr=c_bgr, state=state_bhpr
+    )
+    dt_bh = dt_bh.to(compute)
+    b_bhr, c_bhr = (
+        z.to(compute).repeat_interleave(dims["h"] // dims["g"], 1) for z in (b_bgr, c_bgr)
+    )
+    alpha_bh = (dt_bh * a_h.to(compute)).exp()
+    step_bhp = dt_bh.unsqueeze(-1) * x_bhp
+    with full_precision(x_bhp):
+        state_bhpr = torch.addcmul(
+            step_bhp.unsqueeze(-1) * b_bhr.unsqueeze(-2),
+            alpha_bh[..., None, None],
+            state_bhpr.to(compute),
+        )
+        y_bhp = (state_bhpr @ c_bhr.unsqueeze(-1)).squeeze(-1)
+    return SsdStep(add_skip(where, y_bhp, x_bhp, skip).to(x_bhp.dtype), state_bhpr)
+
+
+def add_skip(where: str, y_hp: Tensor, x_hp: Tensor, skip: Tensor | None) -> Tensor:
+    """Add the direct path `skip * x`; the weight is per head or per head and width."""
+    if skip is None:
+        return y_hp
+    heads, width = x_hp.shape[-2:]
+    if skip.shape not in ((heads,), (heads, width)):
+        raise ShapeError(
+            f"{where}: skip must have shape ({heads},) or ({heads}, {width}); "
+            f"got {tuple(skip.shape)}."
+        )
+    weight = skip.unsqueeze(-1) if skip.dim() == 1 else skip
+    return y_hp + weight.to(y_hp.dtype) * x_hp

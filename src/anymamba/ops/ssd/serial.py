@@ -1,0 +1,131 @@
+"""The two algorithms that autograd differentiates: `minimal` and `serial`.
+
+Both cut the sequence into chunks, run K1 to K3 and K5 on all chunks at once, and differ in K4: how
+the state passes from chunk to chunk. They materialise (b, n, h, f, f) tensors; the recomputing
+algorithm does not.
+"""
+
+import torch
+from torch import Tensor
+
+from anymamba.ops.packing import ChunkTable
+from anymamba.ops.ssd.chunks import Chunks
+from anymamba.ops.ssd.stages import (
+    causal_mask,
+    k1_ssd_chunk_cumsum,
+    k2_ssd_bmm,
+    k3_ssd_chunk_state,
+    k4_ssd_state_passing,
+    k5_ssd_chunk_scan,
+)
+
+__all__ = ["ssd_core_minimal", "ssd_core_serial"]
+
+
+def ssd_core_serial(
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    strict: bool,
+    chunk_len: int,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run K1 to K5 with a loop over chunks in K4."""
+    chunks = Chunks.cut(v_bsmhp, chunk_len, cu_seqlens)
+    pass_on = k4_ssd_state_passing if chunks.table is None else _packed_loop(chunks.table)
+    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, strict, pass_on)
+
+
+def ssd_core_minimal(
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    strict: bool,
+    chunk_len: int,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run K1 to K5 with K4 as one matrix product over all chunks."""
+    chunks = Chunks.cut(v_bsmhp, chunk_len, cu_seqlens)
+    pass_on = _product if chunks.table is None else _packed_product(chunks.table)
+    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, strict, pass_on)
+
+
+def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+    v_bnfhp, b_bnfgr, c_bnfgr = (chunks.fused(x) for x in (v, b, c))
+    cum_bnhl, end_bnh = k1_ssd_chunk_cumsum(chunks.timed(da))
+    cb_bngfF = k2_ssd_bmm(c_bnfgr, b_bnfgr)
+    made_bnhpr = k3_ssd_chunk_state(v_bnfhp, b_bnfgr, cum_bnhl, end_bnh)
+    entry_bnhpr, final_bhpr = pass_on(made_bnhpr, end_bnh, initial_bhpr.to(chunks.compute))
+    keep_ll = causal_mask(chunks.length, strict, v.device)
+    y_bnfhp = k5_ssd_chunk_scan(cum_bnhl, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, keep_ll)
+    return chunks.unfused(y_bnfhp, v), final_bhpr
+
+
+def _product(made_bnhpr: Tensor, end_bnh: Tensor, initial_bhpr: Tensor) -> tuple[Tensor, Tensor]:
+    """K4 without a loop: every state is a decayed sum of the initial one and all chunks before."""
+    made_bNhpr = torch.cat([initial_bhpr.unsqueeze(1), made_bnhpr], 1)
+    end_bNh = torch.cat([torch.zeros_like(end_bnh[:, :1]), end_bnh], 1)
+    keep_nn = causal_mask(end_bNh.shape[1], False, end_bNh.device)
+    decay_bhnN = _border_decay(end_bNh.transpose(1, 2), keep_nn)
+    states_bnhpr = torch.einsum("bhnN,bNhpr->bnhpr", decay_bhnN, made_bNhpr)
+    return states_bnhpr[:, :-1], states_bnhpr[:, -1]
+
+
+def _border_decay(end_hn: Tensor, keep_nn: Tensor) -> Tensor:
+    """Return the decay from the end of one chunk to the end of another: (..., h, n, n).
+
+    Each entry is summed by itself. A difference of two running sums would lose the small decay
+    between neighbours late in a long sequence, where both sums are large.
+    """
+    chunks = end_hn.shape[-1]
+    later_nn = causal_mask(chunks, True, end_hn.device)
+    steps_hnn = end_hn.unsqueeze(-1).expand(*end_hn.shape, chunks).masked_fill(~later_nn, 0)
+    return steps_hnn.cumsum(-2).masked_fill(~keep_nn, -torch.inf).exp()
+
+
+def _packed_loop(table: ChunkTable):  # noqa: ANN202 - a K4 with the same signature as the dense one
+    def pass_on(made_1nhpr, end_1nh, initial_qhpr):  # noqa: ANN001, ANN202
+        spare = torch.zeros_like(initial_qhpr[:1])
+        start_nhpr = torch.cat([initial_qhpr, spare])[table.sequence_n]
+        decay_n = end_1nh[0].exp()[..., None, None]
+        state = spare[0]
+        entries, exits = [], []
+        for place, made_hpr in enumerate(made_1nhpr[0].unbind(0)):
+            state = torch.where(table.is_first_n[place], start_nhpr[place], state)
+            entries.append(state)
+            state = torch.addcmul(made_hpr, decay_n[place], state)
+            exits.append(state)
+        return torch.stack(entries).unsqueeze(0), _finals(table, torch.stack(exits), initial_qhpr)
+
+    return pass_on
+
+
+def _packed_product(table: ChunkTable):  # noqa: ANN202
+    def pass_on(made_1nhpr, end_1nh, initial_qhpr):  # noqa: ANN001, ANN202
+        # The initial state of a sequence enters with its first chunk, decayed by that chunk.
+        spare = torch.zeros_like(initial_qhpr[:1])
+        start_nhpr = torch.cat([initial_qhpr, spare])[table.sequence_n]
+        first_n111 = table.is_first_n[:, None, None, None]
+        start_nhpr = torch.where(first_n111, start_nhpr, 0)
+        decay_n = end_1nh[0].exp()[..., None, None]
+        made_Nhpr = torch.addcmul(made_1nhpr[0], decay_n, start_nhpr)
+        same_nn = table.sequence_n[:, None] == table.sequence_n
+        keep_nn = same_nn & causal_mask(made_Nhpr.shape[0], False, made_Nhpr.device)
+        decay_hnN = _border_decay(end_1nh[0].mT, keep_nn)
+        exit_nhpr = torch.einsum("hnN,Nhpr->nhpr", decay_hnN, made_Nhpr)
+        before_nhpr = torch.cat([spare, exit_nhpr[:-1]])
+        entry_nhpr = torch.where(first_n111, start_nhpr, before_nhpr)
+        return entry_nhpr.unsqueeze(0), _finals(table, exit_nhpr, initial_qhpr)
+
+    return pass_on
+
+
+def _finals(table: ChunkTable, exit_nhpr: Tensor, initial_qhpr: Tensor) -> Tensor:
+    """Pick the state after each sequence's last chunk; an empty sequence keeps its initial one."""
+    chunks = exit_nhpr.shape[0]
+    picked_qhpr = exit_nhpr[table.last_chunk_q.clamp(max=chunks - 1)]
+    return torch.where((table.last_chunk_q < chunks)[:, None, None, None], picked_qhpr, initial_qhpr)

@@ -1,0 +1,402 @@
+"""The SSD core: three algorithms and the reference are one function."""
+
+import pytest
+import torch
+from golden import check_golden, golden_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import assert_same, assert_ways_agree, rand, randn
+from torch.autograd import gradcheck, gradgradcheck
+
+from anymamba.errors import AnyMambaError, BackendError, ConfigError
+from anymamba.ops import SsdPath, softplus, ssd, ssd_core, ssd_step
+from anymamba.ops.ssd.recalculated import core_backward
+from anymamba.ops.ssd.schema import SSD_CORE
+from anymamba.settings import override
+
+KINDS = ["minimal", "serial", "serial_recalculated"]
+
+
+def core_inputs(b=2, s=7, m=1, h=2, g=1, p=3, r=4, rows=None, dtype=torch.float64, decay=1.0):
+    """Random inputs of the core; `rows` states, one per batch row unless packed."""
+    return [
+        randn(b, s, m, h, p, seed=1, dtype=dtype),
+        -decay * rand(b, s, h, seed=2, dtype=dtype),
+        randn(b, s, m, g, r, seed=3, dtype=dtype),
+        randn(b, s, m, g, r, seed=4, dtype=dtype),
+        randn(rows or b, h, p, r, seed=5, dtype=dtype),
+    ]
+
+
+def reference(strict=False, cu_seqlens=None):
+    return lambda *x: ssd_core(*x, strict=strict, impl="reference", cu_seqlens=cu_seqlens)
+
+
+def by(kind, length=None, strict=False, cu_seqlens=None):
+    path = SsdPath(kind, length)
+    return lambda *x: ssd_core(*x, strict=strict, path=path, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_algorithms_equal_reference(kind, strict, length):
+    """Values, final state and all gradients equal those of the loop over time."""
+    inputs = core_inputs(s=length, m=2, h=4, g=2)
+    assert_ways_agree(reference(strict), by(kind, 32, strict), inputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    strict=st.booleans(),
+    b=st.integers(1, 3),
+    s=st.integers(1, 20),
+    m=st.integers(1, 4),
+    g=st.integers(1, 3),
+    heads_per_group=st.integers(1, 3),
+    p=st.integers(1, 5),
+    r=st.integers(1, 5),
+    length=st.integers(1, 25),
+)
+def test_algorithms_equal_reference_for_any_shape(
+    kind, strict, b, s, m, g, heads_per_group, p, r, length
+):
+    """No shape, rank, grouping or chunk length changes the numbers."""
+    inputs = core_inputs(b, s, m, g * heads_per_group, g, p, r)
+    assert_ways_agree(reference(strict), by(kind, length, strict), inputs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    strict=st.booleans(),
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    m=st.integers(1, 3),
+    length=st.integers(1, 12),
+)
+def test_packed_equals_separate(kind, strict, lengths, m, length):
+    """Packed sequences, empty ones too, equal each sequence by itself; states are per sequence."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = core_inputs(1, int(cu_seqlens[-1]), m, 4, 2, rows=len(lengths))
+    assert_ways_agree(
+        reference(strict, cu_seqlens), by(kind, length, strict, cu_seqlens.int()), inputs
+    )
+
+
+@pytest.mark.parametrize("kind", ["serial", "serial_recalculated"])
+def test_packed_sequences_are_isolated(kind):
+    """NaN in one sequence reaches neither its neighbours nor their gradients."""
+    cu_seqlens = torch.tensor([0, 5, 9, 14])
+    inputs = [x.requires_grad_() for x in core_inputs(1, 14, rows=3)]
+    with torch.no_grad():
+        inputs[0][:, 6] = torch.nan
+    y, final = by(kind, 4, False, cu_seqlens)(*inputs)
+    assert y[:, :5].isfinite().all()
+    assert y[:, 9:].isfinite().all()
+    assert final[[0, 2]].isfinite().all()
+    grads = torch.autograd.grad(y[:, :5].sum() + y[:, 9:].sum(), inputs)
+    assert grads[0][:, :5].isfinite().all()
+    assert grads[4][[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_equal_whole(kind):
+    """A sequence in pieces, the state handed on, equals the whole, gradients included."""
+
+    def pieces(v, da, b, c, state):
+        ys = []
+        for start, stop in [(0, 1), (1, 14), (14, 15), (15, 30)]:
+            part = (x[:, start:stop] for x in (v, da, b, c))
+            y, state = by(kind, 8)(*part, state)
+            ys.append(y)
+        return torch.cat(ys, 1), state
+
+    assert_ways_agree(by(kind, 8), pieces, core_inputs(s=30))
+
+
+def test_chunk_length_does_not_matter():
+    """Chunks of 1, of the whole sequence, and beyond give equal numbers."""
+    for length in (1, 2, 3, 5, 13, 26):
+        assert_ways_agree(
+            reference(True), by("serial_recalculated", length, True), core_inputs(s=13, m=2)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_gradcheck(kind, strict):
+    """Hand-written and automatic gradients match finite differences."""
+    inputs = [x.requires_grad_() for x in core_inputs(1, 5, 2, 2, 1, 2, 2)]
+    assert gradcheck(by(kind, 4, strict), inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_double_backward(kind, packed):
+    """Second derivatives match finite differences on every path."""
+    cu_seqlens = torch.tensor([0, 2, 2, 3]) if packed else None
+    inputs = core_inputs(1, 3, 1, 2, 1, 2, 2, rows=3 if packed else None)
+    inputs = [x.requires_grad_() for x in inputs]
+    assert gradgradcheck(by(kind, 2, False, cu_seqlens), inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap_equals_loop(kind, packed):
+    """A mapped axis gives each slice its own result, forward and backward, in_dims included."""
+    cu_seqlens = torch.tensor([0, 2, 2, 7]) if packed else None
+    rows = 3 if packed else None
+    stacks = [core_inputs(1 if packed else 2, rows=rows), core_inputs(1 if packed else 2, rows=rows)]
+    stacks[1] = [x.flip(1) for x in stacks[1]]
+    way = by(kind, 3, True, cu_seqlens)
+
+    def loss(v, da, b, c, initial):
+        y, final = way(v, da, b, c, initial)
+        return y.square().sum() + final.sin().sum()
+
+    mapped = [torch.stack(pair, 1) for pair in zip(*stacks, strict=True)]
+    mapped[3] = stacks[0][3]
+    in_dims = (1, 1, 1, None, 1)
+    y, final = torch.func.vmap(way, in_dims)(*mapped)
+    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(5))), in_dims)(*mapped)
+    for place, stack in enumerate(stacks):
+        slices = [*stack[:3], stacks[0][3], stack[4]]
+        want_y, want_final = way(*slices)
+        assert_same(want_y, y[place])
+        assert_same(want_final, final[place])
+        for want, got in zip(torch.func.grad(loss, tuple(range(5)))(*slices), grads, strict=True):
+            assert_same(want, got[place], "grad")
+
+
+def test_gradient_reaches_through_either_output_alone():
+    """An upstream gradient on y only, or on the final state only, is enough."""
+    for place in (0, 1):
+        way = lambda *x, place=place: (by("serial_recalculated", 3)(*x)[place],)  # noqa: E731
+        want = lambda *x, place=place: (reference()(*x)[place],)  # noqa: E731
+        assert_ways_agree(want, way, core_inputs())
+
+
+def test_pairwise_decay_gradient_equals_the_short_identity():
+    """The long form of the decay's gradient, used by half types, is the same mathematics."""
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = core_inputs(s=40, m=2, dtype=dtype)
+        narrow = [inputs[0], inputs[1].float(), *inputs[2:4], inputs[4].float()]
+        wide = [x.float() for x in inputs]
+        grads = [
+            core_backward(randn(2, 40, 2, 2, 3, seed=6).float(), randn(2, 2, 3, 4, seed=7).float(),
+                          *x, True, 16, None)
+            for x in (narrow, wide)
+        ]
+        assert_same(grads[1].da, grads[0].da, "grad")
+        assert_same(grads[1].initial, grads[0].initial, "grad")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_accumulate_in_float32(kind, dtype):
+    """Half inputs give the float32 result up to one rounding of the output; the state is float32."""
+    inputs = core_inputs(s=65, h=4, g=2, dtype=dtype)
+    inputs[1] = inputs[1].float()
+    y, final = by(kind, 16)(*inputs)
+    assert y.dtype == dtype
+    assert final.dtype == torch.float32
+    want_y, want_final = by(kind, 16)(*(x.float() for x in inputs))
+    assert_same(want_final, final)
+    assert_same(want_y.to(dtype), y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0.0, 30.0, 1e6])
+def test_strong_decay_and_zero_input_stay_finite(kind, dtype, decay):
+    """Log-decay sums of hundreds, enormous single steps and zeros give finite numbers."""
+    inputs = core_inputs(s=64, dtype=dtype)
+    inputs[1] = -decay * rand(2, 64, 2, seed=9, dtype=torch.float32)
+    for scale in (1.0, 0.0):
+        leaves = [(x * scale if x.dim() == 5 else x).clone().requires_grad_() for x in inputs]
+        y, final = by(kind, 32)(*leaves)
+        grads = torch.autograd.grad(y.float().sum() + final.sum(), leaves)
+        for tensor in (y, final, *grads):
+            assert tensor.isfinite().all()
+
+
+def test_one_enormous_step_does_not_blur_its_neighbours():
+    """After a step that forgets everything, small decays are still exact in float32."""
+    inputs = core_inputs(s=64, dtype=torch.float32, decay=0.01)
+    inputs[1][:, 20] = -1e6
+    wide = [x.double() for x in inputs]
+    for kind in KINDS:
+        y, _ = by(kind, 64)(*inputs)
+        assert_same(reference()(*wide)[0], y.to(torch.float64).float().double().to(torch.float32))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed):
+    """Schema, fake and bodies of both operators agree."""
+    cu_seqlens = torch.tensor([0, 2, 2, 7]) if packed else None
+    inputs = core_inputs(1, rows=3 if packed else None)
+    grads = [randn(1, 7, 1, 2, 3, seed=6), randn(3 if packed else 1, 2, 3, 4, seed=7)]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(SSD_CORE.fwd_op, (*inputs, True, 4, cu_seqlens), test_utils=tests)
+    torch.library.opcheck(SSD_CORE.bwd_op, (*grads, *inputs, True, 4, cu_seqlens), test_utils=tests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_once_for_many_lengths(kind):
+    """20 lengths need at most 3 graphs, with equal values and gradients."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(module, example):
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.backends.debugging.aot_eager(module, example)
+
+    way = by(kind, 8)
+    compiled = torch.compile(way, fullgraph=True, backend=backend)
+    for length in (12, 3, *range(20, 38)):
+        assert_ways_agree(way, compiled, core_inputs(s=length))
+    assert graphs <= 3
+
+
+def test_autocast_does_not_narrow_the_scan():
+    """Under bfloat16 autocast, float32 inputs are still computed in float32."""
+    inputs = core_inputs(dtype=torch.float32)
+    want = ssd_core(*inputs)
+    for kind in KINDS:
+        with torch.autocast("cpu", torch.bfloat16):
+            y, final = by(kind, 4)(*inputs)
+        assert_same(want.y_bsmhp, y)
+        assert_same(want.final_bhpr, final)
+
+
+def test_runs_on_meta():
+    """Shapes flow through every path without data."""
+    inputs = [x.to("meta").requires_grad_() for x in core_inputs()]
+    for kind in KINDS:
+        y, final = by(kind, 4)(*inputs)
+        assert (y.shape, final.shape) == (inputs[0].shape, inputs[4].shape)
+        (y.sum() + final.sum()).backward()
+
+
+def test_omitted_initial_state_is_zero():
+    """No initial state means zeros, one row per sequence when packed."""
+    inputs = core_inputs(1)
+    cu_seqlens = torch.tensor([0, 4, 7])
+    want = ssd_core(*inputs[:4], torch.zeros(2, 2, 3, 4).double(), cu_seqlens=cu_seqlens)
+    got = ssd_core(*inputs[:4], cu_seqlens=cu_seqlens)
+    assert_same(want.y_bsmhp, got.y_bsmhp)
+    assert got.final_bhpr.shape == (2, 2, 3, 4)
+
+
+def mamba2_inputs(case, dtype):
+    inputs = case.cast(dtype)
+    dt = inputs["dt"]
+    if "dt_bias" in inputs:
+        dt = softplus(dt + inputs["dt_bias"])
+    return inputs, dt
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["groups_z", "Dhdim_noz_dtlimit", "initial_states", "packed_seq_idx"]
+)
+def test_mamba2_scan_equals_official(name, kind, dtype):
+    """The Mamba-2 scan reproduces the official kernel's values, states and gradients."""
+    case = golden_case("ops/ssd", name)
+    inputs, dt = mamba2_inputs(case, dtype)
+    if name == "Dhdim_noz_dtlimit":
+        dt = dt.clamp(0.1, 0.7)
+    out, final = ssd(
+        inputs["x"], dt, inputs["A"], inputs["B"], inputs["C"], inputs.get("D"),
+        inputs.get("initial_states"), path=SsdPath(kind, 16), cu_seqlens=inputs.get("cu_seqlens"),
+    )  # fmt: skip
+    if "z" in inputs:
+        out = out * torch.nn.functional.silu(inputs["z"])
+    state = "varlen_states" if name == "packed_seq_idx" else "final_states"
+    check_golden(case, inputs, {"out": out, state: final})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_step_unrolled_equals_scan(dtype):
+    """One token at a time equals the whole scan, gradients included."""
+    inputs = [
+        randn(2, 9, 4, 3, seed=1, dtype=dtype), rand(2, 9, 4, seed=2, dtype=dtype),
+        -rand(4, seed=3, dtype=dtype), randn(2, 9, 2, 5, seed=4, dtype=dtype),
+        randn(2, 9, 2, 5, seed=5, dtype=dtype), randn(4, seed=6, dtype=dtype),
+        randn(2, 4, 3, 5, seed=7, dtype=dtype),
+    ]  # fmt: skip
+
+    def steps(x, dt, a, b, c, skip, state):
+        ys = []
+        for t in range(x.shape[1]):
+            y, state = ssd_step(x[:, t], dt[:, t], a, b[:, t], c[:, t], skip, state)
+            ys.append(y)
+        return torch.stack(ys, 1), state
+
+    assert_ways_agree(ssd, steps, inputs)
+
+
+BAD_CALLS = {
+    "v_bsmhp must have 5 axes": lambda i: {0: i[0][0]},
+    "sequence length is 7": lambda i: {1: i[1][:, :6]},
+    "groups must divide heads": lambda i: {2: i[2].expand(2, 7, 1, 3, 4), 3: i[3].expand(2, 7, 1, 3, 4)},
+    "sequence length axis of v_bsmhp is empty": lambda i: {0: i[0][:, :0]},
+    "b_bsmgr: activations must be float64": lambda i: {2: i[2].long()},
+    "c_bsmgr (torch.float32) must accumulate": lambda i: {3: i[3].float()},
+    "da_bsh must be on the device": lambda i: {1: i[1].to("meta")},
+    "initial state must have shape (2, 2, 3, 4)": lambda i: {4: i[4][:1]},
+    "v_bsmhp must be a tensor": lambda i: {0: [1.0]},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_rejects_bad_tensors(message):
+    """Every mistake names the argument, what was expected and what came."""
+    inputs = dict(enumerate(core_inputs()))
+    with pytest.raises(AnyMambaError) as error:
+        ssd_core(*(inputs | BAD_CALLS[message](inputs)).values())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("borders", "message"),
+    [
+        ([1, 3, 7], "must start at 0"),
+        ([0, 4, 3, 7], "must not decrease"),
+        ([0, 3, 6], "must end at the sequence length 7"),
+        ([0], "at least 2 borders"),
+    ],
+)
+def test_rejects_bad_borders(borders, message):
+    """Borders that do not describe the sequence are refused."""
+    with pytest.raises(AnyMambaError, match=message):
+        ssd_core(*core_inputs(1), cu_seqlens=torch.tensor(borders))
+    with pytest.raises(AnyMambaError, match="batch must be 1"):
+        ssd_core(*core_inputs(2), cu_seqlens=torch.tensor([0, 7]))
+    with pytest.raises(AnyMambaError, match="int32 or int64"):
+        ssd_core(*core_inputs(1), cu_seqlens=torch.tensor([0.0, 7.0]))
+
+
+def test_rejects_implementations_it_cannot_obey():
+    """An explicit implementation is obeyed or refused with the reason."""
+    with pytest.raises(BackendError, match="needs a compiled kernel"):
+        ssd_core(*core_inputs(), impl="native")
+    with pytest.raises(BackendError, match="has no path"):
+        ssd_core(*core_inputs(), impl="reference", path=SsdPath())
+    with pytest.raises(ConfigError, match="impl must be one of"):
+        ssd_core(*core_inputs(), impl="fast")
+
+
+def test_guards_find_nan_only_when_on():
+    """NaN passes silently by default and is named when the guard is on."""
+    inputs = core_inputs()
+    inputs[2][0, 0] = torch.nan
+    ssd_core(*inputs)
+    with override(deny_nan=True), pytest.raises(AnyMambaError, match="b_bsmgr contains NaN"):
+        ssd_core(*inputs)
+    inputs[2][0, 0] = torch.inf
+    with override(deny_inf=True), pytest.raises(AnyMambaError, match="b_bsmgr contains infinity"):
+        ssd_core(*inputs)
