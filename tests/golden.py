@@ -61,7 +61,7 @@ def check_golden(
     assert set(outputs) == set(case.outputs), (set(outputs), set(case.outputs))
     dtype = next(v.dtype for v in inputs.values() if v.is_floating_point())
     for name, expected in case.outputs.items():
-        actual = outputs[name]
+        actual = outputs[name].detach()
         assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
         if name in angles:
             turn = 2 * torch.pi

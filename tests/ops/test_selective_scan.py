@@ -30,9 +30,6 @@ FORMS = ("constant", "token", "grouped")
 LENGTHS = (1, 63, 64, 65)
 NO_PACK = (None, None, None)
 
-# Dynamo makes an instance of autograd.Function, which torch itself calls deprecated.
-tracing = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
 
 def coefficient(
     form: str, batch: int, length: int, channels: int, states: int, seed: int
@@ -407,7 +404,6 @@ def test_operators_pass_opcheck(b_form, c_form, packed):
     torch.library.opcheck(SELECTIVE_SCAN.bwd_op.default, (*heads, *arguments), test_utils=tests)
 
 
-@tracing
 def test_compiles_once_for_all_lengths():
     """torch.compile(fullgraph) over 20 lengths makes at most 3 graphs, with equal results."""
     torch._dynamo.reset()
@@ -426,7 +422,6 @@ def test_compiles_once_for_all_lengths():
     torch._dynamo.reset()
 
 
-@tracing
 def test_compiled_packed_equals_eager():
     """A packed call compiles into one graph and gives the eager results."""
     torch._dynamo.reset()

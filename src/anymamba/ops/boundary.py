@@ -115,6 +115,8 @@ def _in_full_precision(body: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
     width, outputs = operator.width, operator.outputs
+    # Plain captures: a tracer follows functions and numbers, not an object of ours.
+    fwd_op, bwd_op, eager_forward = operator.fwd_op, operator.bwd_op, operator.forward
 
     def save(ctx: Any, inputs: Sequence[Any], tensors: int) -> None:
         # Borders are tensors too: save_for_backward is the only legal place for them.
@@ -161,7 +163,7 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
     class Recompute(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Tensors:
-            body = operator.fwd_op if torch.compiler.is_compiling() else operator.forward
+            body = fwd_op if torch.compiler.is_compiling() else eager_forward
             return body(*args)
 
         @staticmethod
@@ -172,7 +174,7 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
         def backward(ctx: Any, *grads: Tensor) -> Any:
             args = load(ctx, width)
             # Dynamo cannot trace a Function inside a backward; the bare operator is enough there.
-            body = operator.bwd_op if torch.compiler.is_compiling() else Backward.apply
+            body = bwd_op if torch.compiler.is_compiling() else Backward.apply
             result = body(*(grad.contiguous() for grad in grads), *args)
             needed = [
                 grad if wanted else None

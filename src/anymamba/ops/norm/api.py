@@ -196,7 +196,8 @@ def _check(
 ) -> int:
     """Check every argument of a norm against the first; return the width of a group."""
     for name, tensor in (activations | accumulators | scales).items():
-        if tensor is not None and not isinstance(tensor, Tensor):
+        absent = tensor is None and name in ("residual", "bias")
+        if not absent and not isinstance(tensor, Tensor):
             raise DtypeError(f"{where}: {name} must be a tensor; got {type(tensor).__name__}.")
     x = activations["x"]
     assert x is not None

@@ -31,9 +31,12 @@ _TURN = 2 * math.pi
 _TURN_HIGH = 6.28125
 _TURN_LOW = _TURN - _TURN_HIGH
 
-# README 3: tokens per block, and how often blocks are summed in blocks again.
+# README 3: tokens per block; units per radian, in which blocks are summed as integers; a turn.
 _BLOCK = 32
-_LEVELS = 3
+_UNITS = 2**14
+_TURN_UNITS = round(_TURN * _UNITS)
+_TURN_REST = _TURN - _TURN_UNITS / _UNITS
+_MOST_UNITS = 2.0**40
 
 
 class AngleScan(NamedTuple):
@@ -109,15 +112,13 @@ def cumulate_angles(
         tensor([ 1.0000,  2.0000,  3.0000, -2.2832, -1.2832, -0.2832,  0.7168])
     """
     where = "cumulate_angles"
-    if cu_seqlens is None:
-        bind_dims(where, increment_bsha=increment_bsha, initial_bha=initial_bha)
-    else:
-        dims = bind_dims(where, increment_bsha=increment_bsha, initial_qha=initial_bha)
+    rows = "initial_bha" if cu_seqlens is None else "initial_qha"
+    dims = bind_dims(where, increment_bsha=increment_bsha, **{rows: initial_bha})
     compute = check_floats(where, {"increment": increment_bsha}, {"initial": initial_bha})
     guard(where, increment=increment_bsha, initial=initial_bha)
     increment_bsha, initial_bha = increment_bsha.to(compute), initial_bha.to(compute)
     if cu_seqlens is None:
-        angle_bsha = _running_sum(increment_bsha, initial_bha, _LEVELS)
+        angle_bsha = _dense_sum(increment_bsha, initial_bha)
         return AngleScan(angle_bsha, wrap_angle(angle_bsha[:, -1]))
     pack = packing(where, cu_seqlens, dims["b"], dims["s"], increment_bsha.device)
     check_rows(where, pack, dims["q"])
@@ -133,45 +134,65 @@ def check_rows(where: str, pack: Packing, rows: int) -> None:
         )
 
 
-def _running_sum(x_bsha: Tensor, initial_bha: Tensor, levels: int) -> Tensor:
-    """Sum over axis 1 modulo full turns, in blocks of blocks of fixed depth (README 3)."""
-    if levels == 0:
-        return initial_bha.unsqueeze(1) + x_bsha.cumsum(1)
+def _dense_sum(x_bsha: Tensor, initial_bha: Tensor) -> Tensor:
+    """Sum over time modulo full turns, without a loop over any size (README 3)."""
     length = x_bsha.shape[1]
     if torch.compiler.is_compiling():
-        # A compiler makes one graph each for no padding, one block and two; spare blocks of zeros
-        # rule those cases out, so that one graph serves every length.
+        # A compiler makes one graph each for no padding, one block and two; spare blocks of
+        # zeros rule those cases out, so that one graph serves every length.
         blocks = length // _BLOCK + 3
         x_bsha = F.pad(x_bsha, (0, 0, 0, 0, 0, blocks * _BLOCK - length))
     else:
         blocks = -(-length // _BLOCK)
         if length % _BLOCK:
             x_bsha = F.pad(x_bsha, (0, 0, 0, 0, 0, blocks * _BLOCK - length))
-    inner_bnlha = x_bsha.unflatten(1, (blocks, _BLOCK)).cumsum(2)
-    end_bnha = _running_sum(wrap_angle(inner_bnlha[:, :, -1]), initial_bha, levels - 1)
-    start_bnha = torch.cat([initial_bha.unsqueeze(1), end_bnha[:, :-1]], 1)
-    angle_bnlha = inner_bnlha + wrap_angle(start_bnha).unsqueeze(2)
+    x_bnlha = x_bsha.unflatten(1, (blocks, _BLOCK))
+    units_bnha, rest_bnha = _block_totals(x_bnlha)
+    units_bnha = units_bnha.cumsum(1) - units_bnha
+    rest_bnha = F.pad(rest_bnha.cumsum(1)[:, :-1], (0, 0, 0, 0, 1, 0))
+    start_bnha = initial_bha.unsqueeze(1) + rest_bnha + _angle_of_units(units_bnha, x_bsha.dtype)
+    angle_bnlha = x_bnlha.cumsum(2) + wrap_angle(start_bnha).unsqueeze(2)
     return angle_bnlha.flatten(1, 2)[:, :length]
 
 
 def _packed_sum(x_1sha: Tensor, initial_qha: Tensor, pack: Packing) -> Tensor:
-    """Sum inside each packed sequence; nothing is ever subtracted, so nothing leaks."""
+    """Sum inside each packed sequence; only integers, which know no NaN, are ever subtracted."""
     table = chunk_table(pack, _BLOCK)
-    inner_1nlha = table.spread(x_1sha).unflatten(1, (-1, _BLOCK)).cumsum(2)
-    end_nha = wrap_angle(inner_1nlha[0, :, -1])
-    none = end_nha.new_zeros(())
     sequence_n = table.sequence_n
+    x_nlha = table.spread(x_1sha)[0].unflatten(0, (-1, _BLOCK))
+    units_nha, rest_nha = _block_totals(x_nlha.unsqueeze(0))
+    units_nha, rest_nha = units_nha[0], rest_nha[0]
+    units_nha = units_nha.cumsum(0) - units_nha
+    first_n = torch.searchsorted(sequence_n, sequence_n)
+    units_nha = units_nha - units_nha.index_select(0, first_n)
+    none = rest_nha.new_zeros(())
     offset = 1
-    while offset < end_nha.shape[0]:
+    while offset < rest_nha.shape[0]:
         is_same = (sequence_n[offset:] == sequence_n[:-offset])[:, None, None]
-        earlier = torch.where(is_same, end_nha[:-offset], none)
-        end_nha = torch.cat([end_nha[:offset], wrap_angle(end_nha[offset:] + earlier)])
+        earlier = torch.where(is_same, rest_nha[:-offset], none)
+        rest_nha = torch.cat([rest_nha[:offset], rest_nha[offset:] + earlier])
         offset *= 2
-    before_nha = F.pad(end_nha[:-1], (0, 0, 0, 0, 1, 0))
-    before_nha = torch.where(table.is_first_n[:, None, None], none, before_nha)
-    owner_n = sequence_n.clamp(max=pack.count - 1)
-    start_nha = wrap_angle(initial_qha.index_select(0, owner_n) + before_nha)
-    return table.gather((inner_1nlha + start_nha.unsqueeze(1)).flatten(1, 2))
+    rest_nha = F.pad(rest_nha[:-1], (0, 0, 0, 0, 1, 0))
+    rest_nha = torch.where(table.is_first_n[:, None, None], none, rest_nha)
+    initial_nha = initial_qha.index_select(0, sequence_n.clamp(max=pack.count - 1))
+    start_nha = wrap_angle(initial_nha + rest_nha + _angle_of_units(units_nha, x_1sha.dtype))
+    return table.gather((x_nlha.cumsum(1) + start_nha.unsqueeze(1)).flatten(0, 1).unsqueeze(0))
+
+
+def _block_totals(x_bnlha: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each block's sum as whole units (integers) and a small differentiable rest."""
+    whole_bnlha = (x_bnlha.detach() * _UNITS).round_()
+    rest_bnlha = torch.sub(x_bnlha, whole_bnlha, alpha=1 / _UNITS)
+    # The rest carries NaN and infinity on; an integer cannot.
+    units_bnha = whole_bnlha.sum(2).nan_to_num(0.0, 0.0, 0.0).clamp(-_MOST_UNITS, _MOST_UNITS)
+    return units_bnha.to(torch.int64), rest_bnlha.sum(2)
+
+
+def _angle_of_units(units: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a count of units into an angle in [0, 2 pi), or near it by the rest of the turns."""
+    turns = units.div(_TURN_UNITS, rounding_mode="floor")
+    units = units - turns * _TURN_UNITS
+    return units.to(dtype) / _UNITS - turns.to(dtype) * _TURN_REST
 
 
 def rotate_pairs(x: Tensor, angle: Tensor, pairing: str) -> Tensor:
@@ -306,5 +327,3 @@ def mapped_first(x: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
     """Bring a mapped axis to the front, then broadcast axes until there are `rank` in all."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.reshape(size, *[1] * (rank - x.dim()), *x.shape[1:])
-
-

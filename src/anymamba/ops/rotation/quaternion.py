@@ -308,8 +308,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, Any], a: Tensor, b: Tensor) -> Any:
         a, b = (
-            mapped_first(x, dim, info.batch_size, 0)
-            for x, dim in zip((a, b), in_dims, strict=True)
+            mapped_first(x, dim, info.batch_size, 0) for x, dim in zip((a, b), in_dims, strict=True)
         )
         return _Product.apply(a, b), 0
 

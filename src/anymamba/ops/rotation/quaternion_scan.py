@@ -3,7 +3,7 @@
     cum[t] = q[t] (x) ... (x) q[1] (x) initial
 
 Tokens are cut into chunks of length l that each belong to one sequence. Inside, a tensor has the
-layout `4clx`: component, chunk, place in the chunk, everything else (heads and blocks). All chunks
+layout `4nlH`: component, chunk, place in the chunk, heads times blocks. All chunks
 advance together, one place at a time, so a place is a handful of long vector operations.
 """
 
@@ -31,16 +31,16 @@ class _Plan(NamedTuple):
 
     chunk_len: int
     depth: int  # no sequence has more chunks than this
-    sequence_c: Tensor
-    is_first_c: Tensor
-    is_last_c: Tensor
+    sequence_n: Tensor
+    is_first_n: Tensor
+    is_last_n: Tensor
     first_q: Tensor  # chunk that opens each sequence; any chunk for empty ones
     last_q: Tensor
     is_empty_q: Tensor
     table: ChunkTable | None  # for packed rows
 
     def lay_out(self, x_bshj4: Tensor, scalar: float) -> Tensor:
-        """View or copy (b, s, h, j, 4) as `4clx`; padding becomes (scalar, 0, 0, 0)."""
+        """View or copy (b, s, h, j, 4) as `4nlH`; padding becomes (scalar, 0, 0, 0)."""
         length = x_bshj4.shape[1]
         if self.table is not None:
             x_bshj4 = self.table.spread(x_bshj4)
@@ -50,12 +50,12 @@ class _Plan(NamedTuple):
             extra = -length % self.chunk_len
             x_bshj4 = F.pad(x_bshj4, (0, 0, 0, 0, 0, 0, 0, extra))
             x_bshj4[:, length:, ..., 0] = scalar
-        return x_bshj4.reshape(self.sequence_c.shape[0], self.chunk_len, -1, 4).movedim(-1, 0)
+        return x_bshj4.reshape(self.sequence_n.shape[0], self.chunk_len, -1, 4).movedim(-1, 0)
 
-    def take_back(self, x_4clx: Tensor, like_bshj4: Tensor) -> Tensor:
+    def take_back(self, x_4nlH: Tensor, like_bshj4: Tensor) -> Tensor:
         """Undo `lay_out`."""
         b, s, *inner = like_bshj4.shape
-        x_bshj4 = x_4clx.movedim(0, -1).reshape(b, -1, *inner)
+        x_bshj4 = x_4nlH.movedim(0, -1).reshape(b, -1, *inner)
         if self.table is not None:
             return self.table.gather(x_bshj4)
         return x_bshj4[:, :s].contiguous()
@@ -70,15 +70,15 @@ def _dense_plan(rows: int, length: int, device: torch.device) -> _Plan:
     # Even chunks: the padding is less than one place per chunk.
     chunk_len = -(-length // depth)
     depth = -(-length // chunk_len)
-    chunk_c = torch.arange(rows * depth, device=device)
-    place_c = chunk_c % depth
+    chunk_n = torch.arange(rows * depth, device=device)
+    place_n = chunk_n % depth
     first_q = torch.arange(rows, device=device) * depth
     return _Plan(
         chunk_len=chunk_len,
         depth=depth,
-        sequence_c=chunk_c // depth,
-        is_first_c=place_c == 0,
-        is_last_c=place_c == depth - 1,
+        sequence_n=chunk_n // depth,
+        is_first_n=place_n == 0,
+        is_last_n=place_n == depth - 1,
         first_q=first_q,
         last_q=first_q + depth - 1,
         is_empty_q=torch.zeros_like(first_q, dtype=torch.bool),
@@ -94,9 +94,9 @@ def _packed_plan(pack: Packing, length: int) -> _Plan:
     return _Plan(
         chunk_len=chunk_len,
         depth=min(chunks, -(-length // chunk_len)),
-        sequence_c=table.sequence_n.clamp(max=pack.count - 1),
-        is_first_c=table.is_first_n,
-        is_last_c=table.is_last_n,
+        sequence_n=table.sequence_n.clamp(max=pack.count - 1),
+        is_first_n=table.is_first_n,
+        is_last_n=table.is_last_n,
         first_q=torch.searchsorted(table.sequence_n, sequence_q).clamp(max=chunks - 1),
         last_q=table.last_chunk_q.clamp(max=chunks - 1),
         is_empty_q=pack.length_q == 0,
@@ -125,24 +125,24 @@ def _offsets(depth: int) -> Iterator[int]:
         offset *= 2
 
 
-def _chunk_starts(q_4clx: Tensor, initial_4qx: Tensor, plan: _Plan) -> Tensor:
+def _chunk_starts(q_4nlH: Tensor, initial_4qH: Tensor, plan: _Plan) -> Tensor:
     """Return the running product before each chunk (README 3)."""
-    initial_4cx = initial_4qx.index_select(1, plan.sequence_c)
+    initial_4nH = initial_4qH.index_select(1, plan.sequence_n)
     if plan.depth == 1:
-        return initial_4cx
-    end_4cx = q_4clx[:, :, 0].clone(memory_format=torch.contiguous_format)
+        return initial_4nH
+    end_4nH = q_4nlH[:, :, 0].clone(memory_format=torch.contiguous_format)
     # Two buffers take turns: fresh memory for every place would cost more than the products.
-    step_4cx, spare_4cx = torch.empty_like(end_4cx), torch.empty_like(end_4cx)
+    step_4nH, spare_4nH = torch.empty_like(end_4nH), torch.empty_like(end_4nH)
     for place in range(1, plan.chunk_len):
-        step_4cx.copy_(q_4clx[:, :, place])
-        end_4cx, spare_4cx = _multiply(step_4cx, end_4cx, spare_4cx), end_4cx
+        step_4nH.copy_(q_4nlH[:, :, place])
+        end_4nH, spare_4nH = _multiply(step_4nH, end_4nH, spare_4nH), end_4nH
     for offset in _offsets(plan.depth):
-        is_same = (plan.sequence_c[offset:] == plan.sequence_c[:-offset])[:, None]
-        joined = _multiply(end_4cx[:, offset:], end_4cx[:, :-offset])
-        later = torch.where(is_same, joined, end_4cx[:, offset:])
-        end_4cx = torch.cat([end_4cx[:, :offset], later], 1)
-    start_4cx = _multiply(end_4cx.roll(1, 1), initial_4cx)
-    return torch.where(plan.is_first_c[:, None], initial_4cx, start_4cx)
+        is_same = (plan.sequence_n[offset:] == plan.sequence_n[:-offset])[:, None]
+        joined = _multiply(end_4nH[:, offset:], end_4nH[:, :-offset])
+        later = torch.where(is_same, joined, end_4nH[:, offset:])
+        end_4nH = torch.cat([end_4nH[:, :offset], later], 1)
+    start_4nH = _multiply(end_4nH.roll(1, 1), initial_4nH)
+    return torch.where(plan.is_first_n[:, None], initial_4nH, start_4nH)
 
 
 def _rows_first(x_qhj4: Tensor) -> Tensor:
@@ -151,44 +151,44 @@ def _rows_first(x_qhj4: Tensor) -> Tensor:
 
 def _forward(increment_bshj4: Tensor, initial_qhj4: Tensor, cu_seqlens: Tensor | None) -> Any:
     plan = _plan(increment_bshj4, cu_seqlens)
-    q_4clx = plan.lay_out(increment_bshj4, 1.0)
-    cum_4cx = _chunk_starts(q_4clx, _rows_first(initial_qhj4), plan)
-    cum_4clx = torch.empty_like(q_4clx.movedim(0, -1)).movedim(-1, 0)
-    step_4cx, spare_4cx = torch.empty_like(cum_4cx), torch.empty_like(cum_4cx)
+    q_4nlH = plan.lay_out(increment_bshj4, 1.0)
+    cum_4nH = _chunk_starts(q_4nlH, _rows_first(initial_qhj4), plan)
+    cum_4nlH = torch.empty_like(q_4nlH.movedim(0, -1)).movedim(-1, 0)
+    step_4nH, spare_4nH = torch.empty_like(cum_4nH), torch.empty_like(cum_4nH)
     for place in range(plan.chunk_len):
-        step_4cx.copy_(q_4clx[:, :, place])
-        cum_4cx, spare_4cx = _multiply(step_4cx, cum_4cx, spare_4cx), cum_4cx
-        cum_4clx[:, :, place] = cum_4cx
-    last_qhj4 = cum_4cx.index_select(1, plan.last_q).movedim(0, -1).reshape(initial_qhj4.shape)
+        step_4nH.copy_(q_4nlH[:, :, place])
+        cum_4nH, spare_4nH = _multiply(step_4nH, cum_4nH, spare_4nH), cum_4nH
+        cum_4nlH[:, :, place] = cum_4nH
+    last_qhj4 = cum_4nH.index_select(1, plan.last_q).movedim(0, -1).reshape(initial_qhj4.shape)
     final_qhj4 = torch.where(plan.is_empty_q[:, None, None, None], initial_qhj4, last_qhj4)
-    return plan.take_back(cum_4clx, increment_bshj4), final_qhj4
+    return plan.take_back(cum_4nlH, increment_bshj4), final_qhj4
 
 
 def _chunk_gradients(
-    grad_4clx: Tensor, q_4clx: Tensor, grad_final_4cx: Tensor, plan: _Plan
+    grad_4nlH: Tensor, q_4nlH: Tensor, grad_final_4nH: Tensor, plan: _Plan
 ) -> Tensor:
     """Return the gradient of the running product before each chunk (README 4)."""
-    start_4cx = grad_final_4cx.clone()
-    step_4cx, spare_4cx = torch.empty_like(start_4cx), torch.empty_like(start_4cx)
-    span_4cx, other_4cx = torch.empty_like(start_4cx), torch.empty_like(start_4cx)
+    start_4nH = grad_final_4nH.clone()
+    step_4nH, spare_4nH = torch.empty_like(start_4nH), torch.empty_like(start_4nH)
+    span_4nH, other_4nH = torch.empty_like(start_4nH), torch.empty_like(start_4nH)
     for place in reversed(range(plan.chunk_len)):
-        step_4cx.copy_(q_4clx[:, :, place])
-        start_4cx += grad_4clx[:, :, place]
-        _multiply(step_4cx, start_4cx, spare_4cx, conjugate_a=True)
-        start_4cx, spare_4cx = spare_4cx, start_4cx
+        step_4nH.copy_(q_4nlH[:, :, place])
+        start_4nH += grad_4nlH[:, :, place]
+        _multiply(step_4nH, start_4nH, spare_4nH, conjugate_a=True)
+        start_4nH, spare_4nH = spare_4nH, start_4nH
         if place + 1 == plan.chunk_len:
-            span_4cx.copy_(step_4cx)
+            span_4nH.copy_(step_4nH)
         else:
-            span_4cx, other_4cx = _multiply(span_4cx, step_4cx, other_4cx), span_4cx
+            span_4nH, other_4nH = _multiply(span_4nH, step_4nH, other_4nH), span_4nH
     for offset in _offsets(plan.depth):
-        is_same = (plan.sequence_c[offset:] == plan.sequence_c[:-offset])[:, None]
-        early, late = span_4cx[:, :-offset], span_4cx[:, offset:]
-        moved = _multiply(early, start_4cx[:, offset:], conjugate_a=True)
-        start = start_4cx[:, :-offset] + torch.where(is_same, moved, torch.zeros_like(moved))
+        is_same = (plan.sequence_n[offset:] == plan.sequence_n[:-offset])[:, None]
+        early, late = span_4nH[:, :-offset], span_4nH[:, offset:]
+        moved = _multiply(early, start_4nH[:, offset:], conjugate_a=True)
+        start = start_4nH[:, :-offset] + torch.where(is_same, moved, torch.zeros_like(moved))
         span = torch.where(is_same, _multiply(late, early), early)
-        start_4cx = torch.cat([start, start_4cx[:, -offset:]], 1)
-        span_4cx = torch.cat([span, span_4cx[:, -offset:]], 1)
-    return start_4cx
+        start_4nH = torch.cat([start, start_4nH[:, -offset:]], 1)
+        span_4nH = torch.cat([span, span_4nH[:, -offset:]], 1)
+    return start_4nH
 
 
 def _backward(
@@ -199,35 +199,35 @@ def _backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     plan = _plan(increment_bshj4, cu_seqlens)
-    q_4clx = plan.lay_out(increment_bshj4, 1.0)
-    grad_4clx = plan.lay_out(grad_cum_bshj4, 0.0)
+    q_4nlH = plan.lay_out(increment_bshj4, 1.0)
+    grad_4nlH = plan.lay_out(grad_cum_bshj4, 0.0)
     # Each slot first holds the product before its token, then that token's gradient.
-    out_4clx = torch.empty_like(q_4clx.movedim(0, -1)).movedim(-1, 0)
-    cum_4cx = _chunk_starts(q_4clx, _rows_first(initial_qhj4), plan)
-    step_4cx, spare_4cx = torch.empty_like(cum_4cx), torch.empty_like(cum_4cx)
+    out_4nlH = torch.empty_like(q_4nlH.movedim(0, -1)).movedim(-1, 0)
+    cum_4nH = _chunk_starts(q_4nlH, _rows_first(initial_qhj4), plan)
+    step_4nH, spare_4nH = torch.empty_like(cum_4nH), torch.empty_like(cum_4nH)
     for place in range(plan.chunk_len):
-        out_4clx[:, :, place] = cum_4cx
-        step_4cx.copy_(q_4clx[:, :, place])
-        cum_4cx, spare_4cx = _multiply(step_4cx, cum_4cx, spare_4cx), cum_4cx
+        out_4nlH[:, :, place] = cum_4nH
+        step_4nH.copy_(q_4nlH[:, :, place])
+        cum_4nH, spare_4nH = _multiply(step_4nH, cum_4nH, spare_4nH), cum_4nH
 
-    is_last = plan.is_last_c[:, None]
-    final_4cx = _rows_first(grad_final_qhj4).index_select(1, plan.sequence_c)
-    final_4cx = torch.where(is_last, final_4cx, torch.zeros_like(final_4cx))
-    start_4cx = _chunk_gradients(grad_4clx, q_4clx, final_4cx, plan)
-    carry_4cx = torch.where(is_last, final_4cx, start_4cx.roll(-1, 1))
-    before_4cx = cum_4cx
+    is_last = plan.is_last_n[:, None]
+    final_4nH = _rows_first(grad_final_qhj4).index_select(1, plan.sequence_n)
+    final_4nH = torch.where(is_last, final_4nH, torch.zeros_like(final_4nH))
+    start_4nH = _chunk_gradients(grad_4nlH, q_4nlH, final_4nH, plan)
+    carry_4nH = torch.where(is_last, final_4nH, start_4nH.roll(-1, 1))
+    before_4nH = cum_4nH
     for place in reversed(range(plan.chunk_len)):
-        carry_4cx += grad_4clx[:, :, place]
-        before_4cx.copy_(out_4clx[:, :, place])
-        out_4clx[:, :, place] = _multiply(carry_4cx, before_4cx, spare_4cx, conjugate_b=True)
-        step_4cx.copy_(q_4clx[:, :, place])
-        _multiply(step_4cx, carry_4cx, spare_4cx, conjugate_a=True)
-        carry_4cx, spare_4cx = spare_4cx, carry_4cx
+        carry_4nH += grad_4nlH[:, :, place]
+        before_4nH.copy_(out_4nlH[:, :, place])
+        out_4nlH[:, :, place] = _multiply(carry_4nH, before_4nH, spare_4nH, conjugate_b=True)
+        step_4nH.copy_(q_4nlH[:, :, place])
+        _multiply(step_4nH, carry_4nH, spare_4nH, conjugate_a=True)
+        carry_4nH, spare_4nH = spare_4nH, carry_4nH
 
-    first_qhj4 = start_4cx.index_select(1, plan.first_q).movedim(0, -1).reshape(initial_qhj4.shape)
+    first_qhj4 = start_4nH.index_select(1, plan.first_q).movedim(0, -1).reshape(initial_qhj4.shape)
     is_empty = plan.is_empty_q[:, None, None, None]
     grad_initial_qhj4 = torch.where(is_empty, grad_final_qhj4, first_qhj4)
-    return plan.take_back(out_4clx, increment_bshj4), grad_initial_qhj4
+    return plan.take_back(out_4nlH, increment_bshj4), grad_initial_qhj4
 
 
 def _fake(increment_bshj4: Tensor, initial_qhj4: Tensor, cu_seqlens: Tensor | None) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def _sequences(
         yield tokens_bs, initial_b
         return
     borders = cu_seqlens.tolist()
-    for place, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for place, (start, end) in enumerate(pairwise(borders)):
         yield tokens_bs[:, start:end], initial_b[place : place + 1]
 
 

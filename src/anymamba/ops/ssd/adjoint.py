@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from anymamba.ops.ssd.stages import (
     fuse_rank,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
+    later,
     mix_by_head,
     outer_by_group,
     pair_decay,
@@ -31,7 +33,8 @@ class CoreGradients(NamedTuple):
 class _Pairs(NamedTuple):
     """What the (target, source) matrices of a chunk contribute."""
 
-    weight_bhfF: Tensor  # noqa: N815 - capital F: the source index
+    weight_bhfF: Tensor  # noqa: N815 - capital F: the source; only pairs with a later target
+    own_bglmM: Tensor | None  # noqa: N815 - C B^T of each time with itself, unless strict
     grad_cb_bgfF: Tensor  # noqa: N815
     grad_cum_bfh: Tensor | None  # only in the pairwise form
 
@@ -45,7 +48,7 @@ def chunk_adjoint(
     entry_bhpr: Tensor,
     exit_bhpr: Tensor,
     grad_exit_bhpr: Tensor,
-    keep_ll: Tensor,
+    strict: bool,
     pairwise: bool,
 ) -> CoreGradients:
     """Differentiate one chunk; the gradient of its entry state comes last.
@@ -59,13 +62,12 @@ def chunk_adjoint(
         entry_bhpr: state before the chunk.
         exit_bhpr: state after the chunk.
         grad_exit_bhpr: gradient of the state after the chunk.
-        keep_ll: which pairs interact, for a full chunk.
+        strict: whether a token leaves itself out of its output.
         pairwise: sum the decay's gradient over pairs instead of using the short identity.
     """
     length, fused = da_blh.shape[1], v_bfhp.shape[1]
     cum_bhl, end_bh = k1_ssd_chunk_cumsum(da_blh)
-    keep = keep_ll[:length, :length]
-    pairs = _pair_terms(grad_y_bfhp, v_bfhp, b_bfgr, c_bfgr, pair_decay(cum_bhl, keep), pairwise)
+    pairs = _pair_terms(grad_y_bfhp, v_bfhp, b_bfgr, c_bfgr, cum_bhl, strict, pairwise)
     grow_bfh1 = fuse_rank(cum_bhl, fused).exp().mT.unsqueeze(-1)
     fade_bfh1 = fuse_rank(end_bh.unsqueeze(-1) - cum_bhl, fused).exp().mT.unsqueeze(-1)
 
@@ -85,6 +87,8 @@ def chunk_adjoint(
         kept_bh = (grad_exit_bhpr * entry_bhpr).sum((-1, -2)) * end_bh.exp()
         grad_end_bh = left_bfh.sum(1) + kept_bh
 
+    if pairs.own_bglmM is not None:
+        grad_v_bfhp += _mix_own(pairs.own_bglmM, grad_y_bfhp)
     grad_cb_bgfF = pairs.grad_cb_bgfF
     del pairs, carried_bfhp  # the largest matrices of the chunk; what follows does not need them
     grad_b_bfgr = _mix_by_group(grad_cb_bgfF.mT, c_bfgr)
@@ -106,22 +110,43 @@ def _pair_terms(
     v_bfhp: Tensor,
     b_bfgr: Tensor,
     c_bfgr: Tensor,
-    decay_bhll: Tensor,
+    cum_bhl: Tensor,
+    strict: bool,
     pairwise: bool,
 ) -> _Pairs:
-    weight_bhfF = weigh(k2_ssd_bmm(c_bfgr, b_bfgr), decay_bhll)
+    """Form the matrices of a chunk, with the pairs of a time with itself kept apart.
+
+    Those pairs do not decay, so they must not enter the decay's gradient: there they would cancel
+    only up to rounding, and swamp a small gradient (README section 5).
+    """
+    length = cum_bhl.shape[-1]
+    decay_bhll = pair_decay(cum_bhl, later(length, cum_bhl.device), strict=True)
+    cb_bgfF = k2_ssd_bmm(c_bfgr, b_bfgr)
+    weight_bhfF = weigh(cb_bgfF, decay_bhll)
     grad_weight_bhfF = grad_y_bfhp.transpose(1, 2) @ v_bfhp.permute(0, 2, 3, 1)
     grad_cum_bfh = None
     if pairwise:
         both_bhfF = grad_weight_bhfF * weight_bhfF
         grad_cum_bfh = (both_bhfF.sum(-1) - both_bhfF.sum(-2)).mT
     batch, heads, fused, _ = weight_bhfF.shape
-    length, groups = decay_bhll.shape[-1], b_bfgr.shape[2]
-    rank = fused // length
-    by_rank = grad_weight_bhfF.view(batch, heads, length, rank, length, rank)
-    by_rank.mul_(decay_bhll[:, :, :, None, :, None])
+    groups, rank = b_bfgr.shape[2], fused // length
+    by_time = (length, rank, length, rank)
+    own_bglmM = None
+    if not strict:
+        own_bglmM = cb_bgfF.view(batch, groups, *by_time).diagonal(0, 2, 4).permute(0, 1, 4, 2, 3)
+        decay_bhll.diagonal(0, -1, -2).fill_(1)
+    grad_weight_bhfF.view(batch, heads, *by_time).mul_(decay_bhll[:, :, :, None, :, None])
     by_group = grad_weight_bhfF.view(batch, groups, heads // groups, fused, fused)
-    return _Pairs(weight_bhfF, by_group.sum(2), grad_cum_bfh)
+    return _Pairs(weight_bhfF, own_bglmM, by_group.sum(2), grad_cum_bfh)
+
+
+def _mix_own(own_bglmM: Tensor, grad_y_bfhp: Tensor) -> Tensor:  # noqa: N803
+    """Send output gradients back to the values of the same time, across ranks."""
+    batch, groups, length, rank, _ = own_bglmM.shape
+    heads, width = grad_y_bfhp.shape[2:]
+    grad_y_blmgi = grad_y_bfhp.reshape(batch, length, rank, groups, -1)
+    grad_v_blMgi = torch.einsum("bglmM,blmgi->blMgi", own_bglmM, grad_y_blmgi)
+    return grad_v_blMgi.reshape(batch, length * rank, heads, width)
 
 
 def _mix_by_group(weight_bgfF: Tensor, x_bFgr: Tensor) -> Tensor:  # noqa: N803

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from anymamba.ops.ssd.adjoint import CoreGradients, chunk_adjoint
 from anymamba.ops.ssd.stages import (
-    causal_mask,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
@@ -42,16 +41,13 @@ def core_forward(
     initial = walk.rows(initial_bhpr)
     y_bsmhp = walk.buffer(v_bsmhp)
     final_bhpr = initial_bhpr.to(walk.chunks.compute, copy=True)
-    keep_ll = causal_mask(walk.chunks.length, strict, v_bsmhp.device)
     carry = None
     for place in range(walk.count):
         v_bfhp, b_bfgr, c_bfgr = (walk.fused(x, place) for x in (v_bsmhp, b_bsmgr, c_bsmgr))
         cum_bhl, end_bh = k1_ssd_chunk_cumsum(walk.timed(da_bsh, place))
         entry_bhpr = walk.at_start(place, carry, initial)
         cb_bgfF = k2_ssd_bmm(c_bfgr, b_bfgr)
-        length = cum_bhl.shape[-1]
-        keep = keep_ll[:length, :length]
-        y_bfhp = k5_ssd_chunk_scan(cum_bhl, v_bfhp, c_bfgr, cb_bgfF, entry_bhpr, keep)
+        y_bfhp = k5_ssd_chunk_scan(cum_bhl, v_bfhp, c_bfgr, cb_bgfF, entry_bhpr, strict)
         walk.write(y_bsmhp, place, y_bfhp)
         made_bhpr = k3_ssd_chunk_state(v_bfhp, b_bfgr, cum_bhl, end_bh)
         carry = made_bhpr.addcmul_(end_bh.exp()[..., None, None], entry_bhpr)
@@ -76,7 +72,6 @@ def core_backward(
     grad_v, grad_da, grad_b, grad_c = (walk.buffer(x) for x in (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr))
     grad_final = walk.rows(grad_final_bhpr)
     grad_initial = torch.zeros_like(initial_bhpr, dtype=walk.chunks.compute)
-    keep_ll = causal_mask(walk.chunks.length, strict, v_bsmhp.device)
     # The short form of the decay's gradient cancels; half types get the long one.
     pairwise = any(x.dtype != walk.chunks.compute for x in (v_bsmhp, b_bsmgr, c_bsmgr))
     carry = None
@@ -91,7 +86,7 @@ def core_backward(
             entry_bhpr,
             exit_bhpr,
             walk.at_end(place, carry, grad_final),
-            keep_ll,
+            strict,
             pairwise,
         )
         walk.write(grad_v, place, chunk.v)

@@ -11,12 +11,12 @@ from torch import Tensor
 from anymamba.ops.packing import ChunkTable
 from anymamba.ops.ssd.chunks import Chunks
 from anymamba.ops.ssd.stages import (
-    causal_mask,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
     k4_ssd_state_passing,
     k5_ssd_chunk_scan,
+    later,
 )
 
 __all__ = ["ssd_core_minimal", "ssd_core_serial"]
@@ -60,8 +60,7 @@ def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Te
     cb_bngfF = k2_ssd_bmm(c_bnfgr, b_bnfgr)
     made_bnhpr = k3_ssd_chunk_state(v_bnfhp, b_bnfgr, cum_bnhl, end_bnh)
     entry_bnhpr, final_bhpr = pass_on(made_bnhpr, end_bnh, initial_bhpr.to(chunks.compute))
-    keep_ll = causal_mask(chunks.length, strict, v.device)
-    y_bnfhp = k5_ssd_chunk_scan(cum_bnhl, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, keep_ll)
+    y_bnfhp = k5_ssd_chunk_scan(cum_bnhl, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, strict)
     return chunks.unfused(y_bnfhp, v), final_bhpr
 
 
@@ -69,22 +68,27 @@ def _product(made_bnhpr: Tensor, end_bnh: Tensor, initial_bhpr: Tensor) -> tuple
     """K4 without a loop: every state is a decayed sum of the initial one and all chunks before."""
     made_bNhpr = torch.cat([initial_bhpr.unsqueeze(1), made_bnhpr], 1)
     end_bNh = torch.cat([torch.zeros_like(end_bnh[:, :1]), end_bnh], 1)
-    keep_nn = causal_mask(end_bNh.shape[1], False, end_bNh.device)
-    decay_bhnN = _border_decay(end_bNh.transpose(1, 2), keep_nn)
+    decay_bhnN = _border_decay(end_bNh.transpose(1, 2))
     states_bnhpr = torch.einsum("bhnN,bNhpr->bnhpr", decay_bhnN, made_bNhpr)
     return states_bnhpr[:, :-1], states_bnhpr[:, -1]
 
 
-def _border_decay(end_hn: Tensor, keep_nn: Tensor) -> Tensor:
-    """Return the decay from the end of one chunk to the end of another: (..., h, n, n).
+def _border_decay(end_hn: Tensor, same_nn: Tensor | None = None) -> Tensor:
+    """Return the decay from the end of one chunk to the end of a later one: (..., h, n, n).
 
     Each entry is summed by itself. A difference of two running sums would lose the small decay
     between neighbours late in a long sequence, where both sums are large.
+
+    Args:
+        end_hn: log-decay of whole chunks.
+        same_nn: which chunks belong to one sequence; all when omitted.
     """
     chunks = end_hn.shape[-1]
-    later_nn = causal_mask(chunks, True, end_hn.device)
+    later_nn = later(chunks, end_hn.device)
     steps_hnn = end_hn.unsqueeze(-1).expand(*end_hn.shape, chunks).masked_fill(~later_nn, 0)
-    return steps_hnn.cumsum(-2).masked_fill(~keep_nn, -torch.inf).exp()
+    reach_nn = later_nn if same_nn is None else later_nn & same_nn
+    decay_hnn = steps_hnn.cumsum(-2).masked_fill(~reach_nn, -torch.inf).exp()
+    return decay_hnn + torch.eye(chunks, dtype=end_hn.dtype, device=end_hn.device)
 
 
 def _packed_loop(table: ChunkTable):  # noqa: ANN202 - a K4 with the same signature as the dense one
@@ -114,8 +118,7 @@ def _packed_product(table: ChunkTable):  # noqa: ANN202
         decay_n = end_1nh[0].exp()[..., None, None]
         made_Nhpr = torch.addcmul(made_1nhpr[0], decay_n, start_nhpr)
         same_nn = table.sequence_n[:, None] == table.sequence_n
-        keep_nn = same_nn & causal_mask(made_Nhpr.shape[0], False, made_Nhpr.device)
-        decay_hnN = _border_decay(end_1nh[0].mT, keep_nn)
+        decay_hnN = _border_decay(end_1nh[0].mT, same_nn)
         exit_nhpr = torch.einsum("hnN,Nhpr->nhpr", decay_hnN, made_Nhpr)
         before_nhpr = torch.cat([spare, exit_nhpr[:-1]])
         entry_nhpr = torch.where(first_n111, start_nhpr, before_nhpr)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "causal_mask",
     "fuse_rank",
     "k1_ssd_chunk_cumsum",
     "k2_ssd_bmm",
     "k3_ssd_chunk_state",
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
+    "later",
     "pair_decay",
 ]
 
@@ -76,26 +76,35 @@ def k5_ssd_chunk_scan(
     c_fgr: Tensor,
     cb_gfF: Tensor,  # noqa: N803 - capital F: the source index of the pair (f, F)
     entry_hpr: Tensor,
-    keep_ll: Tensor,
+    strict: bool,
 ) -> Tensor:
     """K5: the output, from the entry state and from the chunk's own tokens: (..., f, h, p)."""
     grow_fh1 = fuse_rank(cum_hl, v_fhp.shape[-3]).exp().mT.unsqueeze(-1)
     carried_fhp = grow_fh1 * read_by_group(c_fgr, entry_hpr)
-    return carried_fhp + mix_by_head(weigh(cb_gfF, pair_decay(cum_hl, keep_ll)), v_fhp)
+    decay_hll = pair_decay(cum_hl, later(cum_hl.shape[-1], cum_hl.device), strict)
+    return carried_fhp + mix_by_head(weigh(cb_gfF, decay_hll), v_fhp)
 
 
-def causal_mask(length: int, strict: bool, device: torch.device) -> Tensor:
-    """Return which (target, source) times interact: source <= target, or < when strict."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril(-1 if strict else 0)
+def later(length: int, device: torch.device) -> Tensor:
+    """Return which (target, source) times have the target later: the strict lower triangle."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
 
 
-def pair_decay(cum_hl: Tensor, keep_ll: Tensor) -> Tensor:
-    """Return exp(cum[t] - cum[s]) for the pairs that interact and 0 elsewhere: (..., h, l, l).
+def pair_decay(cum_hl: Tensor, later_ll: Tensor, strict: bool) -> Tensor:
+    """Return exp(cum[t] - cum[s]) where t > s, one on the diagonal unless strict, else zero.
 
     Masked before the exponential: above the diagonal the difference is positive and may overflow.
+    The diagonal is a constant, not exp(0): it would otherwise send two large gradients into the
+    running sum that cancel only approximately (README section 5).
+
+    Returns:
+        (..., h, l, l).
     """
     gap_hll = cum_hl.unsqueeze(-1) - cum_hl.unsqueeze(-2)
-    return gap_hll.masked_fill(~keep_ll, -torch.inf).exp()
+    decay_hll = gap_hll.masked_fill(~later_ll, -torch.inf).exp()
+    if strict:
+        return decay_hll
+    return decay_hll + torch.eye(cum_hl.shape[-1], dtype=cum_hl.dtype, device=cum_hl.device)
 
 
 def fuse_rank(x_l: Tensor, fused: int) -> Tensor:

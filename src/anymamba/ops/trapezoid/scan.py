@@ -268,7 +268,12 @@ def trapezoid_step(
     )
     check_groups(where, dims["h"], dims["g"])
     compute = check_one_precision(
-        where, v_bmhp=v_bmhp, b_bmgr=b_bmgr, **coefficients._asdict(), **state._asdict()
+        where,
+        value=v_bmhp,
+        b_bmgr=b_bmgr,
+        c_bmgr=c_bmgr,
+        **coefficients._asdict(),
+        **state._asdict(),
     )
     with full_precision(v_bmhp):
         own_bhpr = _outer(v_bmhp, b_bmgr, coefficients.gamma)
