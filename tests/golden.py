@@ -72,7 +72,9 @@ def check_golden(
         assert error <= _tolerance(dtype, expected.dtype, 2e-5), (name, float(error))
     if not case.weights:
         return
-    loss = sum((outputs[name] * w.to(outputs[name].dtype)).sum() for name, w in case.weights.items())
+    loss = sum(
+        (outputs[name] * w.to(outputs[name].dtype)).sum() for name, w in case.weights.items()
+    )
     leaves = [inputs[name] for name in case.grads]
     for name, actual in zip(case.grads, torch.autograd.grad(loss, leaves), strict=True):
         expected = case.grads[name]

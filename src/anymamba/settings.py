@@ -52,7 +52,9 @@ def override(**switches: bool) -> Iterator[Settings]:
     """
     known = {field.name for field in fields(Settings)}
     if unknown := sorted(set(switches) - known):
-        raise ConfigError(f"settings.override: unknown switch {unknown[0]!r}. Known: {sorted(known)}.")
+        raise ConfigError(
+            f"settings.override: unknown switch {unknown[0]!r}. Known: {sorted(known)}."
+        )
     global _current
     before = _current
     _current = replace(before, **switches)

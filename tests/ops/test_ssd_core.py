@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from golden import check_golden, golden_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import assert_same, assert_ways_agree, rand, randn
 from torch.autograd import gradcheck, gradgradcheck
 
 from anymamba.errors import AnyMambaError, BackendError, ConfigError
@@ -13,6 +11,8 @@ from anymamba.ops import SsdPath, softplus, ssd, ssd_core, ssd_step
 from anymamba.ops.ssd.recalculated import core_backward
 from anymamba.ops.ssd.schema import SSD_CORE
 from anymamba.settings import override
+from golden import check_golden, golden_case
+from laws import assert_same, assert_ways_agree, rand, randn
 
 KINDS = ["minimal", "serial", "serial_recalculated"]
 
@@ -147,7 +147,10 @@ def test_vmap_equals_loop(kind, packed):
     """A mapped axis gives each slice its own result, forward and backward, in_dims included."""
     cu_seqlens = torch.tensor([0, 2, 2, 7]) if packed else None
     rows = 3 if packed else None
-    stacks = [core_inputs(1 if packed else 2, rows=rows), core_inputs(1 if packed else 2, rows=rows)]
+    stacks = [
+        core_inputs(1 if packed else 2, rows=rows),
+        core_inputs(1 if packed else 2, rows=rows),
+    ]
     stacks[1] = [x.flip(1) for x in stacks[1]]
     way = by(kind, 3, True, cu_seqlens)
 
@@ -184,8 +187,14 @@ def test_pairwise_decay_gradient_equals_the_short_identity():
         narrow = [inputs[0], inputs[1].float(), *inputs[2:4], inputs[4].float()]
         wide = [x.float() for x in inputs]
         grads = [
-            core_backward(randn(2, 40, 2, 2, 3, seed=6).float(), randn(2, 2, 3, 4, seed=7).float(),
-                          *x, True, 16, None)
+            core_backward(
+                randn(2, 40, 2, 2, 3, seed=6).float(),
+                randn(2, 2, 3, 4, seed=7).float(),
+                *x,
+                True,
+                16,
+                None,
+            )
             for x in (narrow, wide)
         ]
         assert_same(grads[1].da, grads[0].da, "grad")
@@ -342,7 +351,10 @@ def test_step_unrolled_equals_scan(dtype):
 BAD_CALLS = {
     "v_bsmhp must have 5 axes": lambda i: {0: i[0][0]},
     "sequence length is 7": lambda i: {1: i[1][:, :6]},
-    "groups must divide heads": lambda i: {2: i[2].expand(2, 7, 1, 3, 4), 3: i[3].expand(2, 7, 1, 3, 4)},
+    "groups must divide heads": lambda i: {
+        2: i[2].expand(2, 7, 1, 3, 4),
+        3: i[3].expand(2, 7, 1, 3, 4),
+    },
     "sequence length axis of v_bsmhp is empty": lambda i: {0: i[0][:, :0]},
     "b_bsmgr: activations must be float64": lambda i: {2: i[2].long()},
     "c_bsmgr (torch.float32) must accumulate": lambda i: {3: i[3].float()},

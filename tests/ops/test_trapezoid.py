@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from golden import check_golden, golden_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
 from anymamba.errors import AnyMambaError
 from anymamba.ops import (
@@ -29,6 +27,8 @@ from anymamba.ops import (
     trapezoid_scan,
     trapezoid_step,
 )
+from golden import check_golden, golden_case
+from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
 KINDS = ["minimal", "serial", "serial_recalculated"]
 PATHWAYS = ["single", "double"]
@@ -144,7 +144,9 @@ def test_coefficients_follow_their_definition(activation):
     )
     dt = torch.log1p((raw + bias).exp()).clamp(0.2, 3)
     x = raw.flip(0)
-    decay = torch.log1p(x.exp()) if activation == "softplus" else torch.where(x < 0, 1 / (1 - x), 1 + x)
+    decay = (
+        torch.log1p(x.exp()) if activation == "softplus" else torch.where(x < 0, 1 / (1 - x), 1 + x)
+    )
     assert_same(dt, got.dt)
     assert_same(-dt * decay.clamp(min=0.3), got.da)
     lam = 1 / (1 + (-raw.flip(1)).exp())
@@ -224,9 +226,7 @@ def test_siso_scan_equals_official(name, pathway, dtype):
     """The composed SISO scan reproduces the official kernel: values, four states, gradients."""
     case = golden_case("ops/mamba3_siso", name)
     inputs = case.cast(dtype)
-    outputs = official_scan(
-        inputs, rank=None, pathway=pathway, cu_seqlens=inputs.get("cu_seqlens")
-    )
+    outputs = official_scan(inputs, rank=None, pathway=pathway, cu_seqlens=inputs.get("cu_seqlens"))
     check_golden(case, inputs, outputs, angles=("angle",))
 
 
@@ -344,7 +344,11 @@ def test_fixed_point_quaternion_is_exact_near_alpha_one():
     """The quaternion form agrees with the complex one about a single axis, near alpha = 1."""
     angle = torch.tensor([[[0.0, 1e-4, 0.5]]])
     coefficients = TrapezoidCoefficients(*(torch.full((1, 1), x) for x in (0.7, -1e-6, 0.3)))
-    b, c, v = randn(1, 1, 1, 12, seed=1).float(), randn(1, 1, 1, 12, seed=2).float(), torch.ones(1, 1, 1, 1)
+    b, c, v = (
+        randn(1, 1, 1, 12, seed=1).float(),
+        randn(1, 1, 1, 12, seed=2).float(),
+        torch.ones(1, 1, 1, 1),
+    )
     half = angle.unsqueeze(-1)
     q = torch.cat([half.cos(), half.sin(), torch.zeros(1, 1, 3, 2)], -1)
     # About the first axis a block turns its two pairs by the half angle; keys use the inverse.
@@ -379,4 +383,6 @@ def test_rejects_bad_input():
     with pytest.raises(AnyMambaError, match="a_floor must be positive"):
         trapezoid_coefficients(v, v, v, v, a_floor=0.0)
     with pytest.raises(AnyMambaError, match="not both"):
-        trapezoid_fixed_point(v[:, 0], b[:, 0], c[:, 0], coefficients, angle_bha=v, quaternion_bhj4=v)
+        trapezoid_fixed_point(
+            v[:, 0], b[:, 0], c[:, 0], coefficients, angle_bha=v, quaternion_bhj4=v
+        )

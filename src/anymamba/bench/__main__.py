@@ -23,7 +23,9 @@ def main() -> None:
         _budget("time, recalculated / serial", recalculated.seconds / serial.seconds, 1.3)
         _budget("intermediates / inputs", recalculated.intermediates / recalculated.inputs, 0.5)
         _budget(
-            "intermediates / those of serial", recalculated.intermediates / serial.intermediates, 0.35
+            "intermediates / those of serial",
+            recalculated.intermediates / serial.intermediates,
+            0.35,
         )
     figures = scan_figures()
     write("Selective scan, b1 s2048 d1536 r16\n")

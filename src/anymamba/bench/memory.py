@@ -22,9 +22,10 @@ def peak_bytes(function: Callable[[], object]) -> int:
         8000
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _without_profiler_chatter(), torch.profiler.profile(
-        activities=activities, profile_memory=True
-    ) as profile:
+    with (
+        _without_profiler_chatter(),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
         result = function()
     del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # pyright: ignore[reportOptionalMemberAccess]
@@ -40,9 +41,7 @@ def tensor_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def intermediate_bytes(
-    forward: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
-) -> int:
+def intermediate_bytes(forward: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> int:
     """Return what a forward and backward hold at once beyond inputs, outputs and gradients.
 
     The inputs exist before and are not counted. The peak contains the outputs and the gradients of

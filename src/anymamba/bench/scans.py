@@ -53,7 +53,10 @@ def core_figures(inputs: Sequence[Tensor], repeats: int = 5) -> list[Figure]:
 
 def scan_figures(s: int = 2048, i: int = 1536, r: int = 16, repeats: int = 3) -> list[Figure]:
     """Measure forward and backward of the selective scan against a loop over `unbind`."""
-    forwards: dict[str, Forward] = {"loop over unbind": _unbind_loop, "selective_scan": selective_scan}
+    forwards: dict[str, Forward] = {
+        "loop over unbind": _unbind_loop,
+        "selective_scan": selective_scan,
+    }
     return _figures(forwards, scan_inputs(s, i, r), repeats)
 
 
@@ -97,9 +100,7 @@ def _train(forward: Forward, inputs: Sequence[Tensor]) -> Callable[[], object]:
     return lambda: torch.autograd.grad(list(forward(*leaves)), leaves, grads)
 
 
-def _figures(
-    forwards: dict[str, Forward], inputs: Sequence[Tensor], repeats: int
-) -> list[Figure]:
+def _figures(forwards: dict[str, Forward], inputs: Sequence[Tensor], repeats: int) -> list[Figure]:
     seconds = interleaved_medians(
         {name: _train(forward, inputs) for name, forward in forwards.items()}, repeats=repeats
     )

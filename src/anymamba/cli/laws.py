@@ -1,6 +1,7 @@
 """The laws of a scan, as numbers: how far two ways of computing the same thing lie apart."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def _steps(scan: Scan, want: Tensors) -> float:
 
 def _in_pieces(scan: Scan, cuts: list[int]) -> Tensors:
     state, ys = scan.state, []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         y, state = scan.run([x[:, start:stop] for x in scan.tokens], state)
         ys.append(y)
     return [torch.cat(ys, 1), *state]

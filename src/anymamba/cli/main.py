@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from anymamba.cli.demo import run_demo
     except ImportError as error:
-        sys.stderr.write(f"anymamba demo: {error}. Install the extra: pip install 'anymamba[cli]'.\n")
+        sys.stderr.write(
+            f"anymamba demo: {error}. Install the extra: pip install 'anymamba[cli]'.\n"
+        )
         return 2
     try:
         return run_demo(

@@ -111,7 +111,9 @@ def _mamba3(
 ) -> Scan:
     pairing = "interleaved" if rank == 1 else "half_split"
 
-    def turn(b: Tensor, c: Tensor, dt_bsh: Tensor, raw: Tensor, start: Tensor, cu_seqlens: Any) -> Tensors:
+    def turn(
+        b: Tensor, c: Tensor, dt_bsh: Tensor, raw: Tensor, start: Tensor, cu_seqlens: Any
+    ) -> Tensors:
         if quaternion:
             increment = quaternion_increment(raw, dt_bsh)
             turned, last = cumulate_quaternions(increment, start, cu_seqlens=cu_seqlens)

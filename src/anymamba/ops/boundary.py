@@ -73,9 +73,9 @@ class Operator:
         gradients = ", ".join(f"Tensor grad_out_{place}" for place in range(outputs))
         LIBRARY.define(f"{name}_fwd({arguments}) -> ({_tensors(outputs)})")
         LIBRARY.define(f"{name}_bwd({gradients}, {arguments}) -> ({_tensors(self.width)})")
-        LIBRARY.impl(f"{name}_fwd", self.forward, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{name}_fwd", _bare(self.forward, outputs), "CompositeExplicitAutograd")
         LIBRARY.impl(f"{name}_bwd", self.backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"anymamba::{name}_fwd", fake, lib=LIBRARY)
+        torch.library.register_fake(f"anymamba::{name}_fwd", _bare(fake, outputs), lib=LIBRARY)
         torch.library.register_fake(f"anymamba::{name}_bwd", self._fake_backward, lib=LIBRARY)
         self.fwd_op = getattr(torch.ops.anymamba, f"{name}_fwd")
         self.bwd_op = getattr(torch.ops.anymamba, f"{name}_bwd")
@@ -83,6 +83,10 @@ class Operator:
 
     def __call__(self, *args: Any) -> Tensors:
         """Run the operator: tensors, then constants."""
+        tracks = torch.is_grad_enabled() and any(t.requires_grad for t in args[: self.width])
+        if torch.compiler.is_compiling() and not tracks:
+            # Without gradients Dynamo would hand the Function's forward one argument too many.
+            return _as_tuple(self.fwd_op(*args))
         return self.function.apply(*args)
 
     def _fake_backward(self, *args: Any) -> Tensors:
@@ -92,13 +96,22 @@ class Operator:
     def differentiable_backward(self, *args: Any) -> Tensors:
         """Compute the backward from `composite`, so that it can be differentiated again."""
         grads, tensors, constants = self.split(args)
-        _, pull = torch.func.vjp(lambda *t: self.composite(*t, *constants), *tensors)
+        pull = torch.func.vjp(lambda *t: self.composite(*t, *constants), *tensors)[1]
         return pull(tuple(grads))
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Split a backward's arguments into output gradients, tensors and constants."""
         middle = self.outputs + self.width
         return args[: self.outputs], args[self.outputs : middle], args[middle:]
+
+
+def _bare(body: Callable[..., Tensors], outputs: int) -> Callable[..., Any]:
+    """Return a body as the dispatcher wants it: a single result is not a tuple."""
+    return body if outputs > 1 else lambda *args: body(*args)[0]
+
+
+def _as_tuple(result: Any) -> Tensors:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _tensors(count: int) -> str:
@@ -123,9 +136,7 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
         constants = inputs[tensors:]
         ctx.is_tensor = [isinstance(constant, Tensor) for constant in constants]
         ctx.plain = [None if isinstance(c, Tensor) else c for c in constants]
-        ctx.save_for_backward(
-            *inputs[:tensors], *(c for c in constants if isinstance(c, Tensor))
-        )
+        ctx.save_for_backward(*inputs[:tensors], *(c for c in constants if isinstance(c, Tensor)))
 
     def load(ctx: Any, tensors: int) -> list[Any]:
         saved = list(ctx.saved_tensors)
@@ -150,10 +161,10 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
             args = load(ctx, outputs + width)
             constants = args[outputs + width :]
             with full_precision(args[0]):
-                _, pull = torch.func.vjp(
+                pull = torch.func.vjp(
                     lambda *tensors: operator.differentiable_backward(*tensors, *constants),
                     *args[: outputs + width],
-                )
+                )[1]
                 return (*pull(tuple(grads)), *[None] * len(constants))
 
         @staticmethod
@@ -163,8 +174,9 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
     class Recompute(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Tensors:
-            body = fwd_op if torch.compiler.is_compiling() else eager_forward
-            return body(*args)
+            if torch.compiler.is_compiling():
+                return _as_tuple(fwd_op(*args))
+            return eager_forward(*args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

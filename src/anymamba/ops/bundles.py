@@ -56,7 +56,12 @@ class _Bundle(ABC):
         return self.initial_state_bhpr + self.init_state_hpr
 
     def _core(
-        self, v_bnlmhp: Tensor, da_bnlh: Tensor, b_bnlmhr: Tensor, c_bnlmhr: Tensor, path: SsdPath,
+        self,
+        v_bnlmhp: Tensor,
+        da_bnlh: Tensor,
+        b_bnlmhr: Tensor,
+        c_bnlmhr: Tensor,
+        path: SsdPath,
         strict: bool,
     ) -> tuple[Tensor, Tensor]:
         count, length, rank = v_bnlmhp.shape[1:4]

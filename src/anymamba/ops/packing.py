@@ -9,6 +9,7 @@ packing never waits for a device: `chunk_table` reserves the largest number of c
 could need.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,9 @@ class Packing(NamedTuple):
         return torch.where(has_tokens, picked, empty_q)
 
 
-def packing(where: str, cu_seqlens: Tensor, batch: int, length: int, device: torch.device) -> Packing:
+def packing(
+    where: str, cu_seqlens: Tensor, batch: int, length: int, device: torch.device
+) -> Packing:
     """Check borders and derive where each token belongs.
 
     Raises:
@@ -91,7 +94,7 @@ def _check_borders(where: str, cu_seqlens: Tensor, length: int) -> None:
         raise PackingError(
             f"{where}: cu_seqlens must end at the sequence length {length}; got {borders[-1]}."
         )
-    for place, (left, right) in enumerate(zip(borders, borders[1:], strict=False)):
+    for place, (left, right) in enumerate(pairwise(borders)):
         if right < left:
             raise PackingError(
                 f"{where}: cu_seqlens must not decrease; got {left} then {right} at entry {place}."
@@ -184,4 +187,6 @@ def segment_rows(where: str, seq_idx_bs: Tensor) -> RowSegments:
     starts = opens_bs.flatten().nonzero()[:, 0]
     last_b = opens_bs.sum(1).cumsum(0) - 1
     first_b = torch.cat([last_b.new_zeros(1), last_b[:-1] + 1])
-    return RowSegments(torch.cat([starts, starts.new_tensor([seq_idx_bs.numel()])]), first_b, last_b)
+    return RowSegments(
+        torch.cat([starts, starts.new_tensor([seq_idx_bs.numel()])]), first_b, last_b
+    )

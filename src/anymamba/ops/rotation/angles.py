@@ -18,6 +18,7 @@ __all__ = [
     "AngleScan",
     "angle_increment",
     "check_broadcast",
+    "check_rows",
     "cumulate_angles",
     "mapped_first",
     "rotate_pairs",

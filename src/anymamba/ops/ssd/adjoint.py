@@ -33,9 +33,9 @@ class CoreGradients(NamedTuple):
 class _Pairs(NamedTuple):
     """What the (target, source) matrices of a chunk contribute."""
 
-    weight_bhfF: Tensor  # noqa: N815 - capital F: the source; only pairs with a later target
-    own_bglmM: Tensor | None  # noqa: N815 - C B^T of each time with itself, unless strict
-    grad_cb_bgfF: Tensor  # noqa: N815
+    weight_bhfF: Tensor
+    own_bglmM: Tensor | None
+    grad_cb_bgfF: Tensor
     grad_cum_bfh: Tensor | None  # only in the pairwise form
 
 
@@ -140,7 +140,7 @@ def _pair_terms(
     return _Pairs(weight_bhfF, own_bglmM, by_group.sum(2), grad_cum_bfh)
 
 
-def _mix_own(own_bglmM: Tensor, grad_y_bfhp: Tensor) -> Tensor:  # noqa: N803
+def _mix_own(own_bglmM: Tensor, grad_y_bfhp: Tensor) -> Tensor:
     """Send output gradients back to the values of the same time, across ranks."""
     batch, groups, length, rank, _ = own_bglmM.shape
     heads, width = grad_y_bfhp.shape[2:]
@@ -149,7 +149,7 @@ def _mix_own(own_bglmM: Tensor, grad_y_bfhp: Tensor) -> Tensor:  # noqa: N803
     return grad_v_blMgi.reshape(batch, length * rank, heads, width)
 
 
-def _mix_by_group(weight_bgfF: Tensor, x_bFgr: Tensor) -> Tensor:  # noqa: N803
+def _mix_by_group(weight_bgfF: Tensor, x_bFgr: Tensor) -> Tensor:
     return (weight_bgfF @ x_bFgr.transpose(1, 2)).transpose(1, 2)
 
 

@@ -85,7 +85,12 @@ def ssd_core(
     dims = bind_dims(where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr)
     check_groups(where, dims["h"], dims["g"])
     compute = check_one_precision(
-        where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, initial=initial_bhpr
+        where,
+        v_bsmhp=v_bsmhp,
+        da_bsh=da_bsh,
+        b_bsmgr=b_bsmgr,
+        c_bsmgr=c_bsmgr,
+        initial=initial_bhpr,
     )
     initial_bhpr = initial_state(
         where,
@@ -96,7 +101,14 @@ def ssd_core(
         dims["s"],
     )
     chosen = select_impl(where, impl, path)
-    guard(where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, initial=initial_bhpr)
+    guard(
+        where,
+        v_bsmhp=v_bsmhp,
+        da_bsh=da_bsh,
+        b_bsmgr=b_bsmgr,
+        c_bsmgr=c_bsmgr,
+        initial=initial_bhpr,
+    )
     tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
     with full_precision(v_bsmhp):
         if chosen == "reference":

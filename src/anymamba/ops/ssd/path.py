@@ -54,17 +54,17 @@ class SsdPath:
         return f"SsdPath.{self.kind}({'' if self.chunk_len is None else self.chunk_len})"
 
     @classmethod
-    def minimal(cls, l: int | None = None) -> "SsdPath":  # noqa: E741 - the chunk length's letter
+    def minimal(cls, l: int | None = None) -> "SsdPath":
         """Batched matrix products only; transparent to compilers."""
         return cls("minimal", l)
 
     @classmethod
-    def serial(cls, l: int | None = None) -> "SsdPath":  # noqa: E741
+    def serial(cls, l: int | None = None) -> "SsdPath":
         """Stages K1 to K5 with a loop over chunks; autograd keeps every intermediate."""
         return cls("serial", l)
 
     @classmethod
-    def serial_recalculated(cls, l: int | None = None) -> "SsdPath":  # noqa: E741
+    def serial_recalculated(cls, l: int | None = None) -> "SsdPath":
         """The serial forward with a backward that recomputes everything from the inputs."""
         return cls("serial_recalculated", l)
 

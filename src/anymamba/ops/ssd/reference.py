@@ -1,5 +1,7 @@
 """The SSD core as its definition: one loop over time. It judges every other implementation."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def ssd_core_reference(
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
         ys, finals = [], []
-        for place, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+        for place, (start, stop) in enumerate(pairwise(borders)):
             state_1hpr = initial_bhpr[place : place + 1]
             if start == stop:
                 finals.append(state_1hpr.to(accumulate_dtype(v_bsmhp.dtype)))

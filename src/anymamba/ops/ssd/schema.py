@@ -29,7 +29,9 @@ def _merge_axes(
     return [token] * 4 + [0], [token, 0]
 
 
-def _merge_constants(size: int, tensors: list[Tensor], constants: tuple[Any, ...]) -> tuple[Any, ...]:
+def _merge_constants(
+    size: int, tensors: list[Tensor], constants: tuple[Any, ...]
+) -> tuple[Any, ...]:
     strict, chunk_len, cu_seqlens = constants
     if cu_seqlens is None:
         return constants

@@ -54,7 +54,7 @@ def ssd_core_minimal(
     return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, strict, pass_on)
 
 
-def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Tensor, Tensor]:
     v_bnfhp, b_bnfgr, c_bnfgr = (chunks.fused(x) for x in (v, b, c))
     cum_bnhl, end_bnh = k1_ssd_chunk_cumsum(chunks.timed(da))
     cb_bngfF = k2_ssd_bmm(c_bnfgr, b_bnfgr)
@@ -91,8 +91,8 @@ def _border_decay(end_hn: Tensor, same_nn: Tensor | None = None) -> Tensor:
     return decay_hnn + torch.eye(chunks, dtype=end_hn.dtype, device=end_hn.device)
 
 
-def _packed_loop(table: ChunkTable):  # noqa: ANN202 - a K4 with the same signature as the dense one
-    def pass_on(made_1nhpr, end_1nh, initial_qhpr):  # noqa: ANN001, ANN202
+def _packed_loop(table: ChunkTable):
+    def pass_on(made_1nhpr, end_1nh, initial_qhpr):
         spare = torch.zeros_like(initial_qhpr[:1])
         start_nhpr = torch.cat([initial_qhpr, spare])[table.sequence_n]
         decay_n = end_1nh[0].exp()[..., None, None]
@@ -108,8 +108,8 @@ def _packed_loop(table: ChunkTable):  # noqa: ANN202 - a K4 with the same signat
     return pass_on
 
 
-def _packed_product(table: ChunkTable):  # noqa: ANN202
-    def pass_on(made_1nhpr, end_1nh, initial_qhpr):  # noqa: ANN001, ANN202
+def _packed_product(table: ChunkTable):
+    def pass_on(made_1nhpr, end_1nh, initial_qhpr):
         # The initial state of a sequence enters with its first chunk, decayed by that chunk.
         spare = torch.zeros_like(initial_qhpr[:1])
         start_nhpr = torch.cat([initial_qhpr, spare])[table.sequence_n]
@@ -131,4 +131,6 @@ def _finals(table: ChunkTable, exit_nhpr: Tensor, initial_qhpr: Tensor) -> Tenso
     """Pick the state after each sequence's last chunk; an empty sequence keeps its initial one."""
     chunks = exit_nhpr.shape[0]
     picked_qhpr = exit_nhpr[table.last_chunk_q.clamp(max=chunks - 1)]
-    return torch.where((table.last_chunk_q < chunks)[:, None, None, None], picked_qhpr, initial_qhpr)
+    return torch.where(
+        (table.last_chunk_q < chunks)[:, None, None, None], picked_qhpr, initial_qhpr
+    )

@@ -45,9 +45,7 @@ def k2_ssd_bmm(c_fgr: Tensor, b_fgr: Tensor) -> Tensor:
     return c_fgr.transpose(-3, -2) @ b_fgr.movedim(-3, -1)
 
 
-def k3_ssd_chunk_state(
-    v_fhp: Tensor, b_fgr: Tensor, cum_hl: Tensor, end_h: Tensor
-) -> Tensor:
+def k3_ssd_chunk_state(v_fhp: Tensor, b_fgr: Tensor, cum_hl: Tensor, end_h: Tensor) -> Tensor:
     """K3: the state a chunk would leave behind if it started from zero: (..., h, p, r)."""
     fade_fh1 = fuse_rank(end_h.unsqueeze(-1) - cum_hl, v_fhp.shape[-3]).exp().mT.unsqueeze(-1)
     return outer_by_group(fade_fh1 * v_fhp, b_fgr)
@@ -74,7 +72,7 @@ def k5_ssd_chunk_scan(
     cum_hl: Tensor,
     v_fhp: Tensor,
     c_fgr: Tensor,
-    cb_gfF: Tensor,  # noqa: N803 - capital F: the source index of the pair (f, F)
+    cb_gfF: Tensor,
     entry_hpr: Tensor,
     strict: bool,
 ) -> Tensor:
@@ -115,7 +113,7 @@ def fuse_rank(x_l: Tensor, fused: int) -> Tensor:
     return x_l.unsqueeze(-1).expand(*x_l.shape, fused // length).flatten(-2)
 
 
-def weigh(cb_gfF: Tensor, decay_hll: Tensor) -> Tensor:  # noqa: N803
+def weigh(cb_gfF: Tensor, decay_hll: Tensor) -> Tensor:
     """Multiply group products by head decays: (..., g, f, F), (..., h, l, l) -> (..., h, f, F)."""
     *lead, groups, fused, _ = cb_gfF.shape
     heads, length = decay_hll.shape[-3], decay_hll.shape[-1]
@@ -125,7 +123,7 @@ def weigh(cb_gfF: Tensor, decay_hll: Tensor) -> Tensor:  # noqa: N803
     return (cb * decay).view(*lead, heads, fused, fused)
 
 
-def mix_by_head(weight_hfF: Tensor, v_fhp: Tensor) -> Tensor:  # noqa: N803
+def mix_by_head(weight_hfF: Tensor, v_fhp: Tensor) -> Tensor:
     """Mix sources into targets, head by head: (..., h, f, F) x (..., F, h, p) -> (..., f, h, p)."""
     return (weight_hfF @ v_fhp.transpose(-3, -2)).transpose(-3, -2)
 

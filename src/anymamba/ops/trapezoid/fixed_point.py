@@ -78,9 +78,7 @@ def _plain_gain(coefficients: TrapezoidCoefficients) -> Tensor:
     return (coefficients.beta + coefficients.gamma) / _gap(coefficients)
 
 
-def _gains(
-    coefficients: TrapezoidCoefficients, versine: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gains(coefficients: TrapezoidCoefficients, versine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return F's real part, the factor of its imaginary part, and 1 / |1 - alpha R|^2.
 
     `versine` is 1 - cos of the angle, (b, h, x); with D = (1 - alpha)^2 + 2 alpha versine:

@@ -1,5 +1,6 @@
 """The Mamba-3 scan: the exponential-trapezoid recurrence on top of the SSD core."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ def _state(
     return state
 
 
-def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):  # noqa: ANN001, ANN202
+def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):
     """README 3.1: one strict pass with look-ahead weights, plus each token's own part."""
     scale_bsh = lookahead_scale(coefficients, pack)
     y_bsmhp, ssm_bhpr = ssd_core(
@@ -162,7 +163,7 @@ def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):  # noqa: ANN0
     return y_bsmhp + same_step(coefficients.gamma, v, b, c), ssm_bhpr
 
 
-def _double(v, b, c, coefficients, state, pack, path, cu_seqlens):  # noqa: ANN001, ANN202
+def _double(v, b, c, coefficients, state, pack, path, cu_seqlens):
     """README 3.2: one pass for the tokens themselves and one for their predecessors."""
     shared = {"path": path, "impl": "portable", "cu_seqlens": cu_seqlens}
     own, ssm = ssd_core(
@@ -193,12 +194,12 @@ def _shift(x_bs: Tensor, before_b: Tensor, pack: Packing | None) -> Tensor:
     return torch.where(opens, before_b[pack.sequence_s].unsqueeze(0), delayed_1s)
 
 
-def _by_reference(v, b, c, coefficients, state, cu_seqlens):  # noqa: ANN001, ANN202
+def _by_reference(v, b, c, coefficients, state, cu_seqlens):
     if cu_seqlens is None:
         return trapezoid_reference(v, b, c, *coefficients, *state)
     borders = cu_seqlens.tolist()
     ys, finals = [], []
-    for place, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+    for place, (start, stop) in enumerate(pairwise(borders)):
         row = [part[place : place + 1] for part in state]
         if start == stop:
             finals.append(row[0])
