@@ -12,7 +12,14 @@ from anymamba.ops.bundles import (
     single_ssd_serial_recalculated,
 )
 from anymamba.ops.checks import check_one_precision, guard
-from anymamba.ops.conv import ConvOutput, ConvStepOutput, causal_conv1d, causal_conv1d_step
+from anymamba.ops.conv import (
+    ConvOutput,
+    ConvStepOutput,
+    ExtendedRow,
+    causal_conv1d,
+    causal_conv1d_step,
+    extend_row,
+)
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
     A_ACTIVATIONS,
@@ -84,6 +91,7 @@ __all__ = [
     "ConvOutput",
     "ConvStepOutput",
     "CoreOutput",
+    "ExtendedRow",
     "Mamba2SsdInput",
     "Mamba2SsdPath",
     "Mamba3DoubleSsdInput",
@@ -112,6 +120,7 @@ __all__ = [
     "cumulate_quaternions",
     "div_eps",
     "double_ssd_serial_recalculated",
+    "extend_row",
     "gated_rms_norm",
     "guard",
     "heavy_tail",

@@ -3,8 +3,17 @@
 from anymamba.ops.conv.api import (
     ConvOutput,
     ConvStepOutput,
+    ExtendedRow,
     causal_conv1d,
     causal_conv1d_step,
+    extend_row,
 )
 
-__all__ = ["ConvOutput", "ConvStepOutput", "causal_conv1d", "causal_conv1d_step"]
+__all__ = [
+    "ConvOutput",
+    "ConvStepOutput",
+    "ExtendedRow",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "extend_row",
+]

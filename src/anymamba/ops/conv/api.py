@@ -16,7 +16,14 @@ from anymamba.ops.conv.blocked import convolve
 from anymamba.ops.numerics import accumulate_dtype
 from anymamba.ops.packing import packing
 
-__all__ = ["ConvOutput", "ConvStepOutput", "causal_conv1d", "causal_conv1d_step"]
+__all__ = [
+    "ConvOutput",
+    "ConvStepOutput",
+    "ExtendedRow",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "extend_row",
+]
 
 
 class ConvOutput(NamedTuple):
@@ -160,6 +167,60 @@ def _check_rows(where: str, window_bvk: Tensor, rows: int, what: str) -> None:
         )
 
 
+class ExtendedRow(NamedTuple):
+    """Tokens in one row with the windows they follow, so that a plain filter serves all.
+
+    The filter's output at slot `token_s[t]` belongs to token t; windows need no output.
+    """
+
+    row_bSv: Tensor
+    token_s: Tensor
+    window_bvk: Tensor  # the last k columns of each row or sequence
+
+
+def extend_row(
+    x_bsv: Tensor, window_bvk: Tensor, *, cu_seqlens: Tensor | None = None
+) -> ExtendedRow:
+    """Put windows in front of the tokens they precede: of each row, or of each packed sequence.
+
+    Args:
+        x_bsv: tokens, channels last.
+        window_bvk: the k columns before each row; one per sequence when packed.
+        cu_seqlens: borders of packed sequences; batch must be 1.
+
+    Example:
+        >>> x_bsv, window_bvk = torch.ones(1, 3, 1), torch.zeros(2, 1, 2)
+        >>> extend_row(x_bsv, window_bvk, cu_seqlens=torch.tensor([0, 1, 3])).token_s
+        tensor([2, 5, 6])
+    """
+    where = "extend_row"
+    batch, length, channels = x_bsv.shape
+    width = window_bvk.shape[2]
+    if cu_seqlens is None:
+        _check_rows(where, window_bvk, batch, "batch")
+        row_bSv = torch.cat([window_bvk.transpose(1, 2).to(x_bsv.dtype), x_bsv], 1)
+        token_s = torch.arange(width, width + length, device=x_bsv.device)
+        return ExtendedRow(row_bSv, token_s, _slide(window_bvk, x_bsv))
+    pack = packing(where, cu_seqlens, batch, length, x_bsv.device)
+    _check_rows(where, window_bvk, pack.count, "sequence")
+    token_s = torch.arange(length, device=x_bsv.device) + (pack.sequence_s + 1) * width
+    column_qk = torch.arange(pack.count * width, device=x_bsv.device).view(pack.count, width)
+    opening = (pack.cu_seqlens[:-1, None] + column_qk).flatten()
+    closing = (pack.cu_seqlens[1:, None] + column_qk).flatten()
+    rows_Sv = torch.cat([x_bsv[0], window_bvk.transpose(1, 2).flatten(0, 1)])
+    row_Sv = torch.zeros_like(rows_Sv).index_copy(0, torch.cat([token_s, opening]), rows_Sv)
+    last_qkv = row_Sv.index_select(0, closing).view(pack.count, width, channels)
+    last_qvk = last_qkv.transpose(1, 2).to(window_bvk.dtype).contiguous()
+    return ExtendedRow(row_Sv[None], token_s, last_qvk)
+
+
+def _slide(window_bvk: Tensor, x_bsv: Tensor) -> Tensor:
+    """Return the last k columns of [window | x]."""
+    width = window_bvk.shape[2]
+    newest_bvs = x_bsv[:, -width:].transpose(1, 2).to(window_bvk.dtype)
+    return torch.cat([window_bvk, newest_bvs], 2)[:, :, -width:]
+
+
 def _packed(
     where: str,
     x_bsv: Tensor,
@@ -172,25 +233,15 @@ def _packed(
     """Convolve one longer row in which each sequence is preceded by its window (README 3)."""
     batch, length, channels = x_bsv.shape
     width = weight_vk.shape[1]
-    device = x_bsv.device
-    pack = packing(where, cu_seqlens, batch, length, device)
+    pack = packing(where, cu_seqlens, batch, length, x_bsv.device)
     if window_qvk is None:
         window_qvk = x_bsv.new_zeros(pack.count, channels, width)
     _check_rows(where, window_qvk, pack.count, "sequence")
-    token_s = torch.arange(length, device=device) + (pack.sequence_s + 1) * width
-    column_qk = torch.arange(pack.count * width, device=device).view(pack.count, width)
-    opening = (pack.cu_seqlens[:-1, None] + column_qk).flatten()
-    closing = (pack.cu_seqlens[1:, None] + column_qk).flatten()
-    rows_Sv = torch.cat([x_bsv[0], window_qvk.transpose(1, 2).flatten(0, 1)])
-    row_Sv = torch.zeros_like(rows_Sv).index_copy(0, torch.cat([token_s, opening]), rows_Sv)
-    kept_S = torch.zeros(rows_Sv.shape[0], dtype=torch.bool, device=device)
+    row_1Sv, token_s, last_qvk = extend_row(x_bsv, window_qvk, cu_seqlens=cu_seqlens)
+    kept_S = torch.zeros(row_1Sv.shape[1], dtype=torch.bool, device=x_bsv.device)
     kept_S = kept_S.index_fill(0, token_s, True)
     # The slots of the windows see two sequences at once: nobody reads them, but without `kept` a
     # NaN there would reach the neighbour through the activation's derivative.
-    none_1vk = row_Sv.new_zeros(1, channels, width)
-    y_1Sv, _ = convolve(row_Sv[None], none_1vk, weight_vk, bias_v, kept_S, silu)
-    last_qkv = row_Sv.index_select(0, closing).view(pack.count, width, channels)
-    return ConvOutput(
-        y_1Sv.index_select(1, token_s).to(x_bsv.dtype),
-        last_qkv.transpose(1, 2).to(window_qvk.dtype).contiguous(),
-    )
+    none_1vk = row_1Sv.new_zeros(1, channels, width)
+    y_1Sv, _ = convolve(row_1Sv, none_1vk, weight_vk, bias_v, kept_S, silu)
+    return ConvOutput(y_1Sv.index_select(1, token_s).to(x_bsv.dtype), last_qvk)

@@ -1,0 +1,349 @@
+"""The Mamba-3 block: SISO and MIMO, complex and quaternion rotation, one and two passes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.errors import ConfigError
+from anymamba.nn.block import Block, InverseSoftplus, reject_unknown
+from anymamba.nn.cache import (
+    Mamba3Cache,
+    Mamba3DoubleSsdCache,
+    Mamba3SingleSsdCache,
+)
+from anymamba.nn.mamba2 import with_chunk_size
+from anymamba.nn.norm import RMSNorm, RMSNormGated
+from anymamba.nn.rotation import Rotation
+from anymamba.ops import (
+    A_ACTIVATIONS,
+    PATHWAYS,
+    SsdPath,
+    TrapezoidCoefficients,
+    TrapezoidState,
+    accumulate_dtype,
+    trapezoid_coefficients,
+    trapezoid_fixed_point,
+    trapezoid_scan,
+    trapezoid_step,
+)
+
+__all__ = ["Mamba3"]
+
+
+class Mamba3(Block[Mamba3Cache]):
+    """Rotating, trapezoidal state space block (Mamba-3): a drop-in for `mamba_ssm.Mamba3`.
+
+        [z, x, B, C, dt, A, lam, rotation] = in_proj(u)
+        B, C = rotate(norm(B) + bias), rotate(norm(C) + bias)
+        H[t] = alpha H[t-1] + beta x[t-1] B[t-1]^T + gamma x[t] B[t]^T;  y = H C + D x
+        out = out_proj(y * silu(z))                       MIMO: ranks are spread and merged by mimo_*
+
+    Args:
+        d_model: width of inputs and outputs.
+        d_state: state size; even (a multiple of 4 for quaternions).
+        expand: inner width is `expand * d_model`.
+        headdim: width of a head.
+        ngroups: groups of B and C.
+        rope_fraction: share of the state that rotates: 0, 0.5 or 1.
+        dt_min: smallest initial step size.
+        dt_max: largest initial step size.
+        dt_init_floor: lower bound of initial step sizes.
+        A_floor: smallest |A|.
+        is_outproj_norm: gated RMS norm per head instead of the plain gate.
+        is_mimo: several ranks per head, with `mimo_x`, `mimo_z` and `mimo_o`.
+        mimo_rank: number of ranks; 1 unless `is_mimo`.
+        fuse_pregate_headwise_norm: accepted for compatibility; steers CUDA kernels only.
+        chunk_size: chunk length of the scan; chosen by the sizes if None.
+        dropout: accepted for compatibility; has no effect upstream either.
+        layer_idx: place in a stack; needed with `inference_params`.
+        n_layer: accepted for compatibility; has no effect upstream either.
+        device: of the parameters.
+        dtype: of the parameters; biases, `mimo_*` and `D` stay float32 beside half types.
+        rotation: "complex" (pairs turned by angles) or "quaternion" (blocks of four).
+        rotation_range: largest rotation per unit step, in half turns.
+        a_activation: "heavy_tail" (official since June 2026) or "softplus" (before).
+        dt_limit: clamp of the step size, in every verb; none by default.
+        pathway: "single" or "double": how many passes a scan takes; a cache of the other kind
+            chooses its own pathway.
+        learnable_init_state: train the state before the first token (`init_states`).
+        bias: whether the projections have a bias.
+        norm_eps: inside the roots of all norms.
+
+    Example:
+        >>> block = Mamba3(d_model=8, d_state=4, headdim=4, is_mimo=True, mimo_rank=2)
+        >>> block(torch.zeros(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    cache_types = (Mamba3SingleSsdCache, Mamba3DoubleSsdCache)
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        expand: float = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        rope_fraction: float = 0.5,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        A_floor: float = 1e-4,  # noqa: N803 - official name
+        is_outproj_norm: bool = False,
+        is_mimo: bool = False,
+        mimo_rank: int = 4,
+        fuse_pregate_headwise_norm: bool = True,
+        chunk_size: int | None = None,
+        dropout: float = 0.0,
+        layer_idx: int | None = None,
+        n_layer: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rotation: str = "complex",
+        rotation_range: float = 1.0,
+        a_activation: str = "heavy_tail",
+        dt_limit: tuple[float, float] | None = None,
+        pathway: str = "single",
+        learnable_init_state: bool = False,
+        bias: bool = False,
+        norm_eps: float = 1e-5,
+        **unknown: Any,
+    ) -> None:
+        """Create the parameters with the official names, shapes, order and initialisation."""
+        super().__init__()
+        where = type(self).__name__
+        reject_unknown(where, unknown, Mamba3.__init__.__annotations__)
+        self.d_model, self.d_state, self.expand, self.headdim = d_model, d_state, expand, headdim
+        self.ngroups, self.is_mimo, self.mimo_rank = ngroups, is_mimo, mimo_rank if is_mimo else 1
+        self.A_floor, self.a_activation, self.dt_limit = A_floor, a_activation, dt_limit
+        self.is_outproj_norm, self.pathway = is_outproj_norm, pathway
+        self.chunk_size, self.layer_idx = chunk_size, layer_idx
+        self.d_inner = int(expand * d_model)
+        self._check_sizes(where)
+        self.nheads = self.d_inner // headdim
+        self.rotation = Rotation(
+            rotation, self.nheads, d_state, rope_fraction, rotation_range, is_mimo
+        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        sensitive: dict[str, Any] = {
+            "device": device,
+            "dtype": accumulate_dtype(dtype or torch.get_default_dtype()),
+        }
+        rank = self.mimo_rank
+        init = InverseSoftplus(dt_min, dt_max, dt_init_floor)
+        self.dt_bias = nn.Parameter(init(self.nheads, device, sensitive["dtype"]))
+        self.B_bias = nn.Parameter(torch.ones(self.nheads, rank, d_state, **sensitive))
+        self.C_bias = nn.Parameter(torch.ones(self.nheads, rank, d_state, **sensitive))
+        if is_mimo:
+            shape = (self.nheads, rank, headdim)
+            self.mimo_x = nn.Parameter(torch.full(shape, 1 / rank, **sensitive))
+            self.mimo_z = nn.Parameter(torch.ones(shape, **sensitive))
+            self.mimo_o = nn.Parameter(torch.full(shape, 1 / rank, **sensitive))
+        self.D = nn.Parameter(torch.ones(self.nheads, **sensitive))
+        self.split_sizes = [
+            self.d_inner,
+            self.d_inner,
+            rank * ngroups * d_state,
+            rank * ngroups * d_state,
+            self.nheads,
+            self.nheads,
+            self.nheads,
+            self.rotation.channels,
+        ]
+        self.in_proj = nn.Linear(d_model, sum(self.split_sizes), bias=bias, **factory)
+        self.B_norm = RMSNorm(d_state, norm_eps, **factory)
+        self.C_norm = RMSNorm(d_state, norm_eps, **factory)
+        if is_outproj_norm:
+            self.norm = RMSNormGated(self.d_inner, norm_eps, headdim, True, **factory)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        self.init_states = None
+        if learnable_init_state:
+            self.init_states = nn.Parameter(
+                torch.zeros(self.nheads, headdim, d_state, **sensitive)
+            )
+            self.init_states._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter in (self.dt_bias, self.B_bias, self.C_bias, self.D):
+            parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_sizes(self, where: str) -> None:
+        if min(self.d_model, self.d_state, self.headdim, self.ngroups, self.mimo_rank) < 1:
+            raise ConfigError(
+                f"{where}: d_model, d_state, headdim, ngroups and mimo_rank must be positive; got "
+                f"{self.d_model}, {self.d_state}, {self.headdim}, {self.ngroups}, {self.mimo_rank}."
+            )
+        if self.d_inner % self.headdim:
+            raise ConfigError(
+                f"{where}: headdim must divide d_inner = expand * d_model = {self.d_inner}; "
+                f"got {self.headdim}."
+            )
+        heads = self.d_inner // self.headdim
+        if heads % self.ngroups:
+            raise ConfigError(
+                f"{where}: ngroups must divide the number of heads {heads}; got {self.ngroups}."
+            )
+        if self.A_floor <= 0:
+            raise ConfigError(f"{where}: A_floor must be positive; got {self.A_floor}.")
+        if self.a_activation not in A_ACTIVATIONS:
+            raise ConfigError(
+                f"{where}: a_activation must be one of {A_ACTIVATIONS}; got {self.a_activation!r}."
+            )
+        if self.pathway not in PATHWAYS:
+            raise ConfigError(
+                f"{where}: pathway must be one of {PATHWAYS}; got {self.pathway!r}."
+            )
+
+    def extra_repr(self) -> str:
+        """Name the sizes and choices."""
+        rank = f", mimo_rank={self.mimo_rank}" if self.is_mimo else ""
+        return (
+            f"d_model={self.d_model}, d_inner={self.d_inner}, nheads={self.nheads}, "
+            f"headdim={self.headdim}, d_state={self.d_state}, ngroups={self.ngroups}{rank}, "
+            f"rotation={self.rotation}, a_activation={self.a_activation}, pathway={self.pathway}"
+        )
+
+    def step_infinite(self, u_bd: Tensor) -> Tensor:
+        """Return the limit of the outputs when the same token is fed for ever; differentiable."""
+        where = f"{type(self).__name__}.step_infinite"
+        self._check_input(where, u_bd, ("batch", "d_model"))
+        z, x_bhp, b_bmhr, c_bmhr, coefficients, turn = self._project(u_bd)
+        v_bmhp = self._values(x_bhp)
+        increment = self.rotation.increment(turn, coefficients.dt)
+        y_bmhp = trapezoid_fixed_point(
+            v_bmhp, b_bmhr, c_bmhr, coefficients, **self.rotation.fixed_point_arguments(increment)
+        )
+        return self._finish(y_bmhp, v_bmhp, z)
+
+    def _fresh(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Mamba3Cache:
+        state_dtype = accumulate_dtype(dtype)
+        shape = (batch_size, self.nheads, self.headdim, self.d_state)
+        if self.init_states is None:
+            ssm_bhpr = torch.zeros(shape, device=device, dtype=state_dtype)
+        else:
+            ssm_bhpr = self.init_states.to(device=device, dtype=state_dtype).expand(shape).clone()
+        kind = Mamba3SingleSsdCache if self.pathway == "single" else Mamba3DoubleSsdCache
+        return kind(
+            ssm_bhpr,
+            torch.zeros(
+                batch_size, self.mimo_rank, self.nheads, self.d_state, device=device, dtype=dtype
+            ),
+            torch.zeros(batch_size, self.nheads, self.headdim, device=device, dtype=dtype),
+            self.rotation.fresh(batch_size, device, state_dtype),
+        )
+
+    def _sequence(
+        self,
+        u_bsd: Tensor,
+        cache: Mamba3Cache,
+        path: SsdPath | None,
+        impl: str,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Mamba3Cache]:
+        z, x_bshp, b_bsmhr, c_bsmhr, coefficients, turn = self._project(u_bsd)
+        increment = self.rotation.increment(turn, coefficients.dt)
+        b_bsmhr, c_bsmhr, rotation = self.rotation.rotate(
+            b_bsmhr, c_bsmhr, increment, cache.rotation, impl, cu_seqlens
+        )
+        v_bsmhp = self._values(x_bshp)
+        y_bsmhp, state = trapezoid_scan(
+            v_bsmhp,
+            b_bsmhr,
+            c_bsmhr,
+            coefficients,
+            self._scan_state(cache),
+            pathway="double" if isinstance(cache, Mamba3DoubleSsdCache) else "single",
+            path=with_chunk_size(path, impl, self.chunk_size),
+            impl=impl,
+            cu_seqlens=cu_seqlens,
+        )
+        x_last_bhp = self._last(x_bshp, cache.v_state_bhp, cu_seqlens)
+        new = type(cache)(
+            state.ssm_bhpr,
+            state.k_bmgr.to(cache.k_state_bmhr.dtype),
+            x_last_bhp.to(cache.v_state_bhp.dtype),
+            rotation,
+        )
+        return self._finish(y_bsmhp, v_bsmhp, z), new
+
+    def _token(self, u_bd: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache]:
+        z, x_bhp, b_bmhr, c_bmhr, coefficients, turn = self._project(u_bd)
+        increment = self.rotation.increment(turn, coefficients.dt)
+        b_bmhr, c_bmhr, rotation = self.rotation.rotate_token(
+            b_bmhr, c_bmhr, increment, cache.rotation
+        )
+        v_bmhp = self._values(x_bhp)
+        y_bmhp, state = trapezoid_step(
+            v_bmhp, b_bmhr, c_bmhr, coefficients, self._scan_state(cache)
+        )
+        new = type(cache)(
+            state.ssm_bhpr,
+            state.k_bmgr.to(cache.k_state_bmhr.dtype),
+            x_bhp.to(cache.v_state_bhp.dtype),
+            rotation,
+        )
+        return self._finish(y_bmhp, v_bmhp, z), new
+
+    def _project(
+        self, u: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, TrapezoidCoefficients, Tensor]:
+        """Return z, x, B, C (normed and biased, not rotated), coefficients and the raw rotation."""
+        z, x, b, c, raw_dt, raw_a, raw_lam, turn = self.in_proj(u).split(self.split_sizes, dim=-1)
+        coefficients = trapezoid_coefficients(
+            raw_dt,
+            raw_a,
+            raw_lam,
+            self.dt_bias,
+            a_activation=self.a_activation,
+            a_floor=self.A_floor,
+            dt_limit=self.dt_limit,
+        )
+        heads = (self.nheads, self.headdim)
+        b_mhr = self._prepare(b, self.B_norm, self.B_bias)
+        c_mhr = self._prepare(c, self.C_norm, self.C_bias)
+        return z.unflatten(-1, heads), x.unflatten(-1, heads), b_mhr, c_mhr, coefficients, turn
+
+    def _prepare(self, flat: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
+        """Norm, spread groups over their heads, add the bias: (..., m, h, r)."""
+        rank, groups, size = self.mimo_rank, self.ngroups, self.d_state
+        x_mg1r = norm(flat.unflatten(-1, (rank, groups, size))).unsqueeze(-2)
+        bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (groups, -1))
+        return (x_mg1r + bias_mger).to(flat.dtype).flatten(-3, -2)
+
+    def _values(self, x_hp: Tensor) -> Tensor:
+        """Spread the values over the ranks: (..., m, h, p)."""
+        v_1hp = x_hp.unsqueeze(-3)
+        return (v_1hp * self.mimo_x.transpose(0, 1)).to(x_hp.dtype) if self.is_mimo else v_1hp
+
+    def _scan_state(self, cache: Mamba3Cache) -> TrapezoidState:
+        return TrapezoidState(
+            cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp)
+        )
+
+    @staticmethod
+    def _last(x_bshp: Tensor, before_bhp: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return the last token of each row or sequence; an empty sequence keeps its old one."""
+        if cu_seqlens is None:
+            return x_bshp[:, -1]
+        borders = cu_seqlens.to(device=x_bshp.device, dtype=torch.int64)
+        last_qhp = x_bshp[0].index_select(0, (borders[1:] - 1).clamp(min=0))
+        has_tokens = (borders.diff() > 0)[:, None, None]
+        return torch.where(has_tokens, last_qhp, before_bhp.to(last_qhp.dtype))
+
+    def _finish(self, y_mhp: Tensor, v_mhp: Tensor, z_hp: Tensor) -> Tensor:
+        """Skip, gate (or norm), merge the ranks, project."""
+        dtype = z_hp.dtype
+        y_mhp = y_mhp + self.D.to(y_mhp.dtype).unsqueeze(-1) * v_mhp
+        gate_mhp = z_hp.unsqueeze(-3)
+        if self.is_mimo:
+            gate_mhp = (gate_mhp * self.mimo_z.transpose(0, 1)).to(dtype)
+        if self.is_outproj_norm:
+            flat_y, flat_z = y_mhp.to(dtype).flatten(-2), gate_mhp.flatten(-2)
+            y_mhp = self.norm(flat_y, flat_z).unflatten(-1, (self.nheads, self.headdim))
+        else:
+            y_mhp = y_mhp * F.silu(gate_mhp)
+        if self.is_mimo:
+            y_hp = (y_mhp * self.mimo_o.transpose(0, 1)).sum(-3)
+        else:
+            y_hp = y_mhp.squeeze(-3)
+        return self.out_proj(y_hp.to(dtype).flatten(-2))
