@@ -79,8 +79,8 @@ def test_single_bundle_is_the_strict_core_and_the_same_step(kind):
     def by_hand(v, da, b, c, gamma, scale, initial, learnable):
         flat = [z.flatten(1, 2) for z in (scale[..., None, :, None] * v, da, b, c)]
         y, final = ssd_core(*flat, initial + learnable, impl="reference")
-        gram = torch.einsum("bnlmhr,bnlqhr->bnlhmq", c, b)
-        own = torch.einsum("bnlhmq,bnlqhp->bnlmhp", gram, v)
+        gram = (c.unsqueeze(4) * b.unsqueeze(3)).sum(-1)
+        own = (gram.unsqueeze(-1) * v.unsqueeze(3)).sum(4)
         return y.unflatten(1, (N, L)) + (gamma - scale)[..., None, :, None] * own, final
 
     weights = [rand(B, N, L, H, seed=9), rand(B, N, L, H, seed=10)]

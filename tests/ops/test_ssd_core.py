@@ -204,7 +204,7 @@ def test_pairwise_decay_gradient_equals_the_short_identity():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_accumulate_in_float32(kind, dtype):
-    """Half inputs give the float32 result up to one rounding of the output; the state is float32."""
+    """Half inputs give the float32 result, y rounded once; the state is float32."""
     inputs = core_inputs(s=65, h=4, g=2, dtype=dtype)
     inputs[1] = inputs[1].float()
     y, final = by(kind, 16)(*inputs)

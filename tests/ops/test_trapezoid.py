@@ -261,7 +261,7 @@ def test_step_equals_official(name, pairing, dtype):
 
 def unrolled(v, b, c, coefficients, turn, steps):
     """Feed one token `steps` times; `turn(x, n)` rotates by n increments."""
-    rows, rank, heads, width = v.shape
+    rows, _, heads, width = v.shape
     state = TrapezoidState(
         v.new_zeros(rows, heads, width, b.shape[-1]), torch.zeros_like(b), torch.zeros_like(v)
     )
@@ -376,9 +376,9 @@ def test_rejects_bad_input():
     coefficients = TrapezoidCoefficients(*rest[:3])
     with pytest.raises(AnyMambaError, match="pathway must be one of"):
         trapezoid_scan(v, b, c, coefficients, pathway="triple")
-    with pytest.raises(AnyMambaError, match="packed sequences is 2 in .* but 1 in ssm_qhpr"):
+    with pytest.raises(AnyMambaError, match=r"packed sequences is 2 in .* but 1 in ssm_qhpr"):
         trapezoid_scan(v, b, c, coefficients, TrapezoidState(rest[3][:1], *rest[4:]))
-    with pytest.raises(AnyMambaError, match="b_bsmgr .* must accumulate"):
+    with pytest.raises(AnyMambaError, match=r"b_bsmgr .* must accumulate"):
         trapezoid_scan(v, b.float(), c, coefficients)
     with pytest.raises(AnyMambaError, match="a_floor must be positive"):
         trapezoid_coefficients(v, v, v, v, a_floor=0.0)

@@ -14,8 +14,8 @@ __all__ = ["intermediate_bytes", "peak_bytes", "tensor_bytes"]
 def peak_bytes(function: Callable[[], object]) -> int:
     """Return the most bytes that were allocated at once while the function ran.
 
-    Counts every allocation of torch's CPU allocator, temporaries inside kernels included, above what
-    was allocated before.
+    Counts every allocation of torch's CPU allocator, temporaries inside kernels included, above
+    what was allocated before.
 
     Example:
         >>> peak_bytes(lambda: torch.zeros(1000) + 1)
@@ -31,7 +31,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # pyright: ignore[reportOptionalMemberAccess]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
+        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, held)
     return peak
 

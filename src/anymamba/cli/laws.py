@@ -88,8 +88,8 @@ def _gradients(scan: Scan, want: Tensors) -> float:
         tokens = [x.clone().requires_grad_() for x in scan.tokens]
         state = [x.clone().requires_grad_() for x in scan.state]
         outputs = _flat(scan.run(tokens, state, impl=impl))
-        loss = sum(y.sin().sum() for y in outputs)
-        found.append(list(torch.autograd.grad(loss, [*tokens, *state])))  # pyright: ignore[reportArgumentType]
+        loss = torch.stack([y.sin().sum() for y in outputs]).sum()
+        found.append(list(torch.autograd.grad(loss, [*tokens, *state])))
     return _distance(*found)
 
 

@@ -134,8 +134,8 @@ def _mamba3(
 
     def step(tokens: Tensors, state: Tensors) -> tuple[Tensor, Tensors]:
         v_bmhp, b, c, dt_bh, decay_bh, lam_bh, raw = tokens
-        with_time = (x.unsqueeze(1) for x in (b, c, dt_bh, raw))
-        b_bsmhr, c_bsmhr, last = turn(*with_time, state[0], None)
+        b, c, dt_bsh, raw = (x.unsqueeze(1) for x in (b, c, dt_bh, raw))
+        b_bsmhr, c_bsmhr, last = turn(b, c, dt_bsh, raw, state[0], None)
         coefficients = TrapezoidCoefficients(dt_bh, -dt_bh * decay_bh, lam_bh)
         before = TrapezoidState(*state[1:])
         y_bmhp, new = trapezoid_step(

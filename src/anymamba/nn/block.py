@@ -1,7 +1,7 @@
 """What the three blocks share: the verbs, packed sequences, cache checks, initialisation.
 
-A block implements `_sequence` (a stretch of tokens), `step` (one token) and `_fresh` (an empty state);
-everything a user calls on top of that is written once, here.
+A block implements `_sequence` (a stretch of tokens), `_token` (one token) and `_fresh` (an empty
+state); everything a user calls on top of that is written once, here.
 """
 
 import difflib

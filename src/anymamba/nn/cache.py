@@ -8,7 +8,7 @@ nothing is hidden in the module. All have `.map(fn) .to() .detach() .clone() .re
 |---|---|---|
 | Mamba-1, Mamba-2 | `conv_*k` | the last k inputs of the convolution, newest last |
 | all | `ssm_*` | the state of the scan, in float32 beside half types |
-| Mamba-3 | `k_state_bmhr`, `v_state_bhp` | the last token's rotated key, and its value before the rank |
+| Mamba-3 | `k_state_bmhr`, `v_state_bhp` | the last token's rotated key, and its raw value |
 | Mamba-3 | `rotation` | the rotation accumulated so far |
 """
 

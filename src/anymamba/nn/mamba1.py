@@ -25,7 +25,8 @@ __all__ = ["Mamba"]
 class Mamba(Block[Mamba1Cache]):
     """Selective state space block (Mamba-1): a drop-in for `mamba_ssm.Mamba`.
 
-        [x, z] = in_proj(u);  x = silu(conv(x));  [dt, B, C] = x_proj(x);  dt = softplus(dt_proj(dt))
+        [x, z] = in_proj(u);  x = silu(conv(x))
+        [dt, B, C] = x_proj(x);  dt = softplus(dt_proj(dt))
         h[t] = exp(dt A) h[t-1] + dt B x;  y = C h + D x;  out = out_proj(y * silu(z))
 
     Args:

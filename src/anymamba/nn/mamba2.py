@@ -21,7 +21,8 @@ class Mamba2(Block[Mamba2Cache]):
     """State space duality block (Mamba-2): a drop-in for `mamba_ssm.Mamba2`.
 
         [z0, x0, z, xBC, dt] = in_proj(u);  [x, B, C] = silu(conv(xBC));  dt = softplus(dt + bias)
-        H[t] = exp(dt A) H[t-1] + dt x B^T;  y = H C + D x;  out = out_proj([silu(z0) x0, norm(y, z)])
+        H[t] = exp(dt A) H[t-1] + dt x B^T;  y = H C + D x
+        out = out_proj([silu(z0) x0, norm(y, z)])
 
     Args:
         d_model: width of inputs and outputs.
@@ -70,8 +71,8 @@ class Mamba2(Block[Mamba2Cache]):
         headdim: int = 64,
         d_ssm: int | None = None,
         ngroups: int = 1,
-        A_init_range: tuple[float, float] = (1, 16),  # noqa: N803 - official name
-        D_has_hdim: bool = False,  # noqa: N803 - official name
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
         rmsnorm: bool = True,
         norm_before_gate: bool = False,
         dt_min: float = 0.001,

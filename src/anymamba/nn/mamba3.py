@@ -38,7 +38,7 @@ class Mamba3(Block[Mamba3Cache]):
         [z, x, B, C, dt, A, lam, rotation] = in_proj(u)
         B, C = rotate(norm(B) + bias), rotate(norm(C) + bias)
         H[t] = alpha H[t-1] + beta x[t-1] B[t-1]^T + gamma x[t] B[t]^T;  y = H C + D x
-        out = out_proj(y * silu(z))                       MIMO: ranks are spread and merged by mimo_*
+        out = out_proj(y * silu(z))               MIMO: ranks are spread and merged by mimo_*
 
     Args:
         d_model: width of inputs and outputs.
@@ -90,7 +90,7 @@ class Mamba3(Block[Mamba3Cache]):
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         dt_init_floor: float = 1e-4,
-        A_floor: float = 1e-4,  # noqa: N803 - official name
+        A_floor: float = 1e-4,
         is_outproj_norm: bool = False,
         is_mimo: bool = False,
         mimo_rank: int = 4,
@@ -160,9 +160,7 @@ class Mamba3(Block[Mamba3Cache]):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
         self.init_states = None
         if learnable_init_state:
-            self.init_states = nn.Parameter(
-                torch.zeros(self.nheads, headdim, d_state, **sensitive)
-            )
+            self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, **sensitive))
             self.init_states._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
         for parameter in (self.dt_bias, self.B_bias, self.C_bias, self.D):
             parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -190,9 +188,7 @@ class Mamba3(Block[Mamba3Cache]):
                 f"{where}: a_activation must be one of {A_ACTIVATIONS}; got {self.a_activation!r}."
             )
         if self.pathway not in PATHWAYS:
-            raise ConfigError(
-                f"{where}: pathway must be one of {PATHWAYS}; got {self.pathway!r}."
-            )
+            raise ConfigError(f"{where}: pathway must be one of {PATHWAYS}; got {self.pathway!r}.")
 
     def extra_repr(self) -> str:
         """Name the sizes and choices."""
@@ -316,9 +312,7 @@ class Mamba3(Block[Mamba3Cache]):
         return (v_1hp * self.mimo_x.transpose(0, 1)).to(x_hp.dtype) if self.is_mimo else v_1hp
 
     def _scan_state(self, cache: Mamba3Cache) -> TrapezoidState:
-        return TrapezoidState(
-            cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp)
-        )
+        return TrapezoidState(cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp))
 
     @staticmethod
     def _last(x_bshp: Tensor, before_bhp: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -75,7 +75,9 @@ class Rotation:
             return RotationState(angle_bha=torch.zeros(shape, device=device, dtype=dtype))
         shape = (batch_size, self.heads, self.blocks, 3)
         vector = torch.zeros(shape, device=device, dtype=dtype)
-        return RotationState(quaternion_bhj4=torch.cat([torch.ones_like(vector[..., :1]), vector], -1))
+        return RotationState(
+            quaternion_bhj4=torch.cat([torch.ones_like(vector[..., :1]), vector], -1)
+        )
 
     def increment(self, raw: Tensor, dt_h: Tensor) -> Tensor:
         """Return what one token adds: angles (..., h, a) or unit quaternions (..., h, j, 4)."""

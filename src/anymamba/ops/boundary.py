@@ -5,7 +5,7 @@ registers both as opaque operators (a default body for every device, a fake for 
 one `autograd.Function` around them that saves the inputs only.
 
     eager            Function -> bodies, called directly
-    torch.compile    Function -> torch.ops.anymamba.*: the compiler sees one node, whatever the length
+    torch.compile    Function -> torch.ops.anymamba.*: one node for the compiler, at any length
     vmap             the mapped axis is merged into an axis the operator is batched over
     double backward  the differentiable `composite` is differentiated twice
 

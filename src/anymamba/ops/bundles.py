@@ -66,7 +66,10 @@ class _Bundle(ABC):
     ) -> tuple[Tensor, Tensor]:
         count, length, rank = v_bnlmhp.shape[1:4]
         y_bsmhp, final_bhpr = ssd_core(
-            *(x.flatten(1, 2) for x in (v_bnlmhp, da_bnlh, b_bnlmhr, c_bnlmhr)),
+            v_bnlmhp.flatten(1, 2),
+            da_bnlh.flatten(1, 2),
+            b_bnlmhr.flatten(1, 2),
+            c_bnlmhr.flatten(1, 2),
             self._start(),
             strict=strict,
             path=SsdPath(path.kind, length * rank),

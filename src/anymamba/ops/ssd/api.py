@@ -120,7 +120,10 @@ def ssd_core(
 
 
 def _portable(
-    tensors: tuple[Tensor, ...], strict: bool, path: SsdPath, cu_seqlens: Tensor | None
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    strict: bool,
+    path: SsdPath,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     v_bsmhp, b_bsmgr = tensors[0], tensors[2]
     rank = v_bsmhp.shape[2]

@@ -21,16 +21,19 @@ def ssd_core_reference(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence of README section 2 token by token; autograd does the rest."""
     if cu_seqlens is not None:
-        borders = cu_seqlens.tolist()
         ys, finals = [], []
-        for place, (start, stop) in enumerate(pairwise(borders)):
-            state_1hpr = initial_bhpr[place : place + 1]
-            if start == stop:
-                finals.append(state_1hpr.to(accumulate_dtype(v_bsmhp.dtype)))
-                continue
-            piece = (x[:, start:stop] for x in (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr))
-            y_1smhp, final_1hpr = ssd_core_reference(*piece, state_1hpr, strict)
-            ys.append(y_1smhp)
+        for place, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+            final_1hpr = initial_bhpr[place : place + 1].to(accumulate_dtype(v_bsmhp.dtype))
+            if start < stop:
+                y_1smhp, final_1hpr = ssd_core_reference(
+                    v_bsmhp[:, start:stop],
+                    da_bsh[:, start:stop],
+                    b_bsmgr[:, start:stop],
+                    c_bsmgr[:, start:stop],
+                    final_1hpr,
+                    strict,
+                )
+                ys.append(y_1smhp)
             finals.append(final_1hpr)
         return torch.cat(ys, 1), torch.cat(finals, 0)
 

@@ -27,16 +27,16 @@ def trapezoid_reference(
         return z.to(compute).repeat_interleave(repeat, -2)
 
     state_bhpr = ssm_bhpr.to(compute)
-    v_before, k_before = prev_v_bmhp.to(compute), per_head(k_bmgr)
+    v_old_bmhp, k_old_bmhr = prev_v_bmhp.to(compute), per_head(k_bmgr)
     ys = []
     for t in range(v_bsmhp.shape[1]):
         v_bmhp = v_bsmhp[:, t].to(compute)
         b_bmhr, c_bmhr = per_head(b_bsmgr[:, t]), per_head(c_bsmgr[:, t])
         dt, lam = dt_bsh[:, t, :, None, None].to(compute), lam_bsh[:, t, :, None, None].to(compute)
         alpha = da_bsh[:, t, :, None, None].to(compute).exp()
-        before_bhpr = torch.einsum("bmhp,bmhr->bhpr", v_before, k_before)
+        before_bhpr = torch.einsum("bmhp,bmhr->bhpr", v_old_bmhp, k_old_bmhr)
         now_bhpr = torch.einsum("bmhp,bmhr->bhpr", v_bmhp, b_bmhr)
         state_bhpr = alpha * state_bhpr + (1 - lam) * dt * alpha * before_bhpr + lam * dt * now_bhpr
         ys.append(torch.einsum("bhpr,bmhr->bmhp", state_bhpr, c_bmhr))
-        v_before, k_before = v_bmhp, b_bmhr
+        v_old_bmhp, k_old_bmhr = v_bmhp, b_bmhr
     return torch.stack(ys, 1).to(v_bsmhp.dtype), state_bhpr
