@@ -37,7 +37,7 @@ class Golden(NamedTuple):
     tensors: dict[str, Tensor]
     recorded: dict[str, float]
 
-    def block(self, dtype: torch.dtype) -> torch.nn.Module:
+    def block(self, dtype: torch.dtype) -> Mamba | Mamba2 | Mamba3:
         kwargs = json.loads(self.meta["kwargs"])
         if self.meta["a_activation"]:
             kwargs["a_activation"] = self.meta["a_activation"]
@@ -52,8 +52,6 @@ class Golden(NamedTuple):
         if dtype == torch.float64:
             # float32 storage of a golden value rounds it by 6e-8 of its size.
             return 1e-9 if stored == torch.float64 else 5e-7
-        if dtype == torch.bfloat16:
-            return 2e-2
         default = 2e-4 if quantity.startswith("grad") else 2e-5
         # Another order of summation than the official float32 code: ten times its error.
         return 10 * self.recorded[quantity] if quantity in self.recorded else default
@@ -86,8 +84,18 @@ def load(name: str) -> Golden:
     with safe_open(path, "pt") as file:
         meta = file.metadata()
     index = {entry["name"]: entry for entry in json.loads((MODULES / "index.json").read_text())}
-    recorded = index.get(name, {}).get("fp32_official_reference_rel_error", {})
-    return Golden(meta, load_file(path), recorded)
+    return Golden(meta, load_file(path), recorded_errors(index.get(name, {})))
+
+
+def recorded_errors(entry: dict[str, Any]) -> dict[str, float]:
+    """Collect, by quantity, the largest float32 error of the official code, loops and kernels."""
+    tables = [entry.get("fp32_official_reference_rel_error", {})]
+    tables += entry.get("fp32_official_triton_interpreter_rel_error", {}).values()
+    recorded: dict[str, float] = {}
+    for table in tables:
+        for quantity, error in table.items():
+            recorded[quantity] = max(error, recorded.get(quantity, 0.0))
+    return recorded
 
 
 PACKED = [name for name in NAMES if "packed/u" in load(name).tensors]
@@ -152,10 +160,16 @@ def test_packed_sequences_equal_official(name: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_stays_near_official(name: str):
-    """Weights and activations rounded to bfloat16 move the output by little."""
+    """In bfloat16 the output moves by 2e-2, or by twice what rounding its arguments must cause."""
     golden = load(name)
-    block = golden.block(torch.bfloat16)
+    block, exact = golden.block(torch.bfloat16), golden.block(torch.float64)
+    exact.load_state_dict(block.state_dict())
     with torch.no_grad():
         for length in json.loads(golden.meta["lens"]):
-            y_bsd = block(golden.tensors[f"L{length}/u"].to(torch.bfloat16))
-            golden.check(f"L{length}/y", y_bsd, "y")
+            expected = golden.tensors[f"L{length}/y"]
+            u_bsd = golden.tensors[f"L{length}/u"].to(torch.bfloat16)
+            # Some outputs are ill-conditioned: rounded weights and inputs alone, in exact
+            # arithmetic, move them by more than 2e-2.
+            unavoidable = relative_error(expected, exact(u_bsd.double()))
+            error = relative_error(expected, block(u_bsd))
+            assert error <= max(2e-2, 2 * unavoidable), (length, error, unavoidable)

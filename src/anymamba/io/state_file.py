@@ -192,7 +192,7 @@ def _read(file: File) -> tuple[dict[str, str], dict[str, Tensor]]:
             # The library maps the file into memory: copy, or a later writer changes our values.
             return facts, {name: reader.get_tensor(name).clone() for name in reader.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        _refuse(file, f"it is damaged or no such file ({error})", error)
+        _refuse(file, f"it is damaged, or no safetensors file ({error})", error)
     except OSError as error:
         raise CheckpointError(
             f"load_state: {os.fspath(file)!r} must be a readable file; {error}. Check the path."

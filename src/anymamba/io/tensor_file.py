@@ -2,8 +2,8 @@
 
 The library's own writer is not used because it needs NumPy, and because the function below it
 changed its signature between releases. The format is short: the length of the header in 8 bytes,
-the header (JSON: dtype, shape and place of each tensor, and text entries), the values. Reading, where
-a file cannot be trusted, is left to the library.
+the header (JSON: text entries; dtype, shape and place of each tensor), the values. Reading, where a
+file cannot be trusted, is left to the library.
 """
 
 import json
@@ -68,7 +68,8 @@ def write_atomically(
 ) -> None:
     """Write a file under another name and rename it when it is whole.
 
-    A crash leaves an older file as it was. Links are followed and permissions kept.
+    A crash leaves an older file as it was, at worst with a hidden `.part` file beside it. Links are
+    followed and permissions kept.
 
     Args:
         where: the function that asks; opens every message.

@@ -199,8 +199,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 f"{where}: the cache must be a {expected}; got {type(cache).__name__}. "
                 "Use block.empty_cache(batch_size)."
             )
-        with torch.device("meta"):
-            wanted = dict(named_tensors(self._fresh(count, torch.device("meta"), like.dtype)))
+        wanted = dict(named_tensors(self._fresh(count, torch.device("meta"), like.dtype)))
         given = dict(named_tensors(cache))
         if wanted.keys() != given.keys():
             raise CacheError(

@@ -5,7 +5,7 @@ torch (`torch.utils._pytree`), cheap for the compiler, and values: nothing here 
 place except `assign_`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -37,23 +37,29 @@ C = TypeVar("C", bound=Any)
 
 
 def named_tensors(cache: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with its dotted name, nested states included."""
-    for name, value in zip(cache._fields, cache, strict=True):
+    """Yield each tensor with its dotted name, nested states and layers included."""
+    for name, value in zip(_names(cache), cache, strict=True):
         if isinstance(value, Tensor):
             yield prefix + name, value
-        elif value is not None and hasattr(value, "_fields"):
+        elif isinstance(value, tuple):
             yield from named_tensors(value, f"{prefix}{name}.")
+
+
+def _names(cache: Any) -> Iterable[str]:
+    """Return the field names of a cache, or the places of a tuple of layers."""
+    return getattr(cache, "_fields", map(str, range(len(cache))))
 
 
 def map_tensors(self: C, fn: Callable[[Tensor], Tensor]) -> C:
     """Return the cache with `fn` applied to every tensor."""
-    return type(self)(*(_map(value, fn) for value in self))
+    values = [_map(value, fn) for value in self]
+    return type(self)(*values) if hasattr(self, "_fields") else tuple(values)  # pyright: ignore[reportReturnType]
 
 
 def _map(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
-    return map_tensors(value, fn) if hasattr(value, "_fields") else value
+    return map_tensors(value, fn) if isinstance(value, tuple) else value
 
 
 def zip_tensors(self: C, other: C, fn: Callable[[Tensor, Tensor], Tensor]) -> C:
@@ -63,8 +69,10 @@ def zip_tensors(self: C, other: C, fn: Callable[[Tensor, Tensor], Tensor]) -> C:
 
 
 def to(self: C, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> C:
-    """Return the cache on another device, or in another floating dtype."""
-    return map_tensors(self, lambda x: x.to(device=device, dtype=dtype))
+    """Return the cache on another device, or in another floating dtype; counts stay integers."""
+    return map_tensors(
+        self, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
+    )
 
 
 def detach(self: C) -> C:
@@ -79,7 +87,9 @@ def clone(self: C) -> C:
 
 def requires_grad_(self: C, requires_grad: bool = True) -> C:
     """Ask for gradients of every tensor, in place; returns the cache itself."""
-    return map_tensors(self, lambda x: x.requires_grad_(requires_grad))
+    return map_tensors(
+        self, lambda x: x.requires_grad_(requires_grad) if x.is_floating_point() else x
+    )
 
 
 def rows(self: C, index: Any) -> C:

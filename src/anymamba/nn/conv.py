@@ -23,7 +23,11 @@ def short_convolution(channels: int, width: int, bias: bool, **factory: object) 
 
 
 def convolve(
-    conv1d: nn.Module, x_bsv: Tensor, window_bvk: Tensor, cu_seqlens: Tensor | None
+    conv1d: nn.Module,
+    x_bsv: Tensor,
+    window_bvk: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str | None = "silu",
 ) -> ConvOutput:
     """Convolve and activate a stretch of tokens, from a window to a window."""
     if is_plain(conv1d, nn.Conv1d):
@@ -33,20 +37,22 @@ def convolve(
             weight_vk,
             conv1d.bias,  # pyright: ignore[reportArgumentType]
             window_bvk,
-            activation="silu",
+            activation=activation,
             cu_seqlens=cu_seqlens,
         )
     # Hooked or swapped: the module sees the tokens behind their windows.
     row_bSv, token_s, last_bvk = extend_row(x_bsv, window_bvk, cu_seqlens=cu_seqlens)
     y_bvS = conv1d(row_bSv.transpose(1, 2))
     y_bsv = y_bvS.transpose(1, 2).index_select(1, token_s)
-    return ConvOutput(F.silu(y_bsv), last_bvk)
+    return ConvOutput(F.silu(y_bsv) if activation == "silu" else y_bsv, last_bvk)
 
 
-def convolve_token(conv1d: nn.Module, x_bv: Tensor, window_bvk: Tensor) -> ConvStepOutput:
+def convolve_token(
+    conv1d: nn.Module, x_bv: Tensor, window_bvk: Tensor, activation: str | None = "silu"
+) -> ConvStepOutput:
     """Convolve and activate one token."""
     if is_plain(conv1d, nn.Conv1d):
         weight_vk = conv1d.weight.squeeze(1)  # pyright: ignore[reportCallIssue]
-        return causal_conv1d_step(x_bv, weight_vk, conv1d.bias, window_bvk, activation="silu")  # pyright: ignore[reportArgumentType]
-    y_bsv, window_bvk = convolve(conv1d, x_bv.unsqueeze(1), window_bvk, None)
+        return causal_conv1d_step(x_bv, weight_vk, conv1d.bias, window_bvk, activation=activation)  # pyright: ignore[reportArgumentType]
+    y_bsv, window_bvk = convolve(conv1d, x_bv.unsqueeze(1), window_bvk, None, activation)
     return ConvStepOutput(y_bsv.squeeze(1), window_bvk)

@@ -1,0 +1,156 @@
+"""The configuration of a language model: the official `config.json`, field by field."""
+
+import difflib
+import inspect
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from anymamba.errors import ConfigError
+from anymamba.nn import MHA, Mamba, Mamba2, Mamba3
+
+__all__ = ["MIXERS", "MambaConfig"]
+
+MIXERS: dict[str, type] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Sizes and options of a `MambaLM`; an official `config.json` loads as it is.
+
+    Our own options of the blocks (`a_activation`, `rotation`, ...) live in `ssm_cfg`, beside the
+    official ones.
+
+    Args:
+        d_model: width of the residual stream.
+        d_intermediate: hidden width of the MLP after each mixer; 0 means no MLP.
+        n_layer: number of layers.
+        vocab_size: number of tokens.
+        ssm_cfg: `layer` ("Mamba1" by default, "Mamba2", "Mamba3") and arguments of that block.
+        attn_layer_idx: places of attention layers.
+        attn_cfg: arguments of `MHA`.
+        rms_norm: RMS norms; else layer norms.
+        residual_in_fp32: keep the residual stream in float32 beside half types.
+        fused_add_norm: accepted for compatibility; steers official kernels only.
+        pad_vocab_size_multiple: the embedding has a multiple of this many rows.
+        tie_embeddings: the head shares the embedding's weight.
+
+    Example:
+        >>> MambaConfig(d_model=8, n_layer=1, vocab_size=61).padded_vocab_size
+        64
+    """
+
+    d_model: int = 2560
+    d_intermediate: int = 0
+    n_layer: int = 64
+    vocab_size: int = 50277
+    ssm_cfg: dict[str, Any] = field(default_factory=dict)
+    attn_layer_idx: list[int] = field(default_factory=list)
+    attn_cfg: dict[str, Any] = field(default_factory=dict)
+    rms_norm: bool = True
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True
+    pad_vocab_size_multiple: int = 8
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        """Check sizes, the family, the names in both dictionaries and the attention places."""
+        for name in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"MambaConfig: {name} must be positive; got {getattr(self, name)}."
+                )
+        if self.d_intermediate < 0:
+            raise ConfigError(
+                f"MambaConfig: d_intermediate must not be negative; got {self.d_intermediate}."
+            )
+        if self.layer not in MIXERS:
+            raise ConfigError(
+                f"MambaConfig: ssm_cfg['layer'] must be one of {sorted(MIXERS)}; "
+                f"got {self.layer!r}.{_near(str(self.layer), MIXERS)}"
+            )
+        _check_names("ssm_cfg", self.mixer_options, MIXERS[self.layer])
+        _check_names("attn_cfg", self.attn_cfg, MHA)
+        for place in self.attn_layer_idx:
+            if not 0 <= place < self.n_layer:
+                raise ConfigError(
+                    f"MambaConfig: attn_layer_idx must lie in 0..{self.n_layer - 1}; got {place}."
+                )
+
+    @property
+    def layer(self) -> str:
+        """The family of the mixers: "Mamba1", "Mamba2" or "Mamba3"."""
+        return self.ssm_cfg.get("layer", "Mamba1")
+
+    @property
+    def mixer_options(self) -> dict[str, Any]:
+        """The arguments of the mixers: `ssm_cfg` without the family."""
+        return {name: value for name, value in self.ssm_cfg.items() if name != "layer"}
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up."""
+        multiple = self.pad_vocab_size_multiple
+        return -(-self.vocab_size // multiple) * multiple
+
+    @classmethod
+    def from_dict(cls, entries: dict[str, Any]) -> "MambaConfig":
+        """Build from the content of a `config.json`; an unknown key is refused."""
+        known = [f.name for f in fields(cls)]
+        for name in entries:
+            if name not in known:
+                raise ConfigError(f"MambaConfig: unknown key {name!r}.{_near(name, known)}")
+        return cls(**entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the official keys, and nothing else; our options are in `ssm_cfg`.
+
+        Options that equal the official default are left out, except the activation of A, which no
+        official config tells.
+        """
+        entries = asdict(self)
+        if self.layer == "Mamba3":
+            options = dict(entries["ssm_cfg"])
+            options.setdefault("a_activation", _defaults(Mamba3)["a_activation"])
+            entries["ssm_cfg"] = options
+        defaults = _defaults(MIXERS[self.layer])
+        entries["ssm_cfg"] = {
+            name: value
+            for name, value in entries["ssm_cfg"].items()
+            if name == "a_activation" or name not in _OURS or value != defaults.get(name)
+        }
+        return entries
+
+
+# Options that official constructors do not know.
+_OURS = (
+    "a_activation",
+    "bias",
+    "dt_limit",
+    "learnable_init_state",
+    "norm_eps",
+    "pathway",
+    "rotation",
+    "rotation_range",
+)
+
+
+def _defaults(block: type) -> dict[str, Any]:
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(block).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+
+
+def _check_names(where: str, options: dict[str, Any], block: type) -> None:
+    known = set(inspect.signature(block).parameters) - {"d_model", "embed_dim", "unknown"}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"MambaConfig: {block.__name__} has no option {name!r} ({where}).{_near(name, known)}"
+            )
+
+
+def _near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,395 @@
+"""Laws of the caches: values that are trees, can be forked, moved, cut, saved and compiled."""
+
+import concurrent.futures
+import copy
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from anymamba import settings
+from anymamba.errors import CacheError, NonFiniteError
+from anymamba.nn import (
+    Mamba1Cache,
+    Mamba2Cache,
+    Mamba3DoubleSsdCache,
+    Mamba3SingleSsdCache,
+    RotationState,
+)
+from laws import randn
+
+# The number of rows is no other axis's size, so that cutting the wrong axis shows.
+BATCH = 6
+
+
+def state(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return randn(BATCH, *shape, seed=seed, dtype=dtype)
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64):
+    """Return a cache of random values."""
+    angles = RotationState(angle_bha=state(3, 2, seed=4, dtype=dtype))
+    quaternions = RotationState(quaternion_bhj4=state(3, 2, 4, seed=5, dtype=dtype))
+    keys = (
+        state(3, 5, 4, seed=1, dtype=dtype),
+        state(2, 3, 4, seed=2, dtype=dtype),
+        state(3, 5, seed=3, dtype=dtype),
+    )
+    return {
+        "mamba1": lambda: Mamba1Cache(
+            state(7, 4, seed=6, dtype=dtype), state(7, 3, seed=7, dtype=dtype)
+        ),
+        "mamba2": lambda: Mamba2Cache(
+            state(9, 4, seed=8, dtype=dtype), state(3, 5, 4, seed=1, dtype=dtype)
+        ),
+        "single": lambda: Mamba3SingleSsdCache(*keys, angles),
+        "double": lambda: Mamba3DoubleSsdCache(*keys, quaternions),
+        "angles": lambda: angles,
+        "quaternions": lambda: quaternions,
+    }[kind]()
+
+
+# Values per row, counted by hand.
+PER_ROW = {
+    "mamba1": 7 * 4 + 7 * 3,
+    "mamba2": 9 * 4 + 3 * 5 * 4,
+    "single": 3 * 5 * 4 + 2 * 3 * 4 + 3 * 5 + 3 * 2,
+    "double": 3 * 5 * 4 + 2 * 3 * 4 + 3 * 5 + 3 * 2 * 4,
+    "angles": 3 * 2,
+    "quaternions": 3 * 2 * 4,
+}
+KEYS = ["ssm_bhpr", "k_state_bmhr", "v_state_bhp"]
+NAMES = {
+    "mamba1": ["conv_bik", "ssm_bir"],
+    "mamba2": ["conv_bvk", "ssm_bhpr"],
+    "single": [*KEYS, "rotation.angle_bha"],
+    "double": [*KEYS, "rotation.quaternion_bhj4"],
+    "angles": ["angle_bha"],
+    "quaternions": ["quaternion_bhj4"],
+}
+BLOCK_KINDS = ["mamba1", "mamba2", "single", "double"]
+each_kind = pytest.mark.parametrize("kind", list(PER_ROW))
+
+
+def assert_equal(expected, actual):
+    """Assert that two caches have one type, one set of names, and equal values and dtypes."""
+    assert type(expected) is type(actual)
+    want, got = expected.to_tensors(), actual.to_tensors()
+    assert list(want) == list(got)
+    for name, tensor in want.items():
+        assert tensor.dtype == got[name].dtype, name
+        assert torch.equal(tensor, got[name]), name
+
+
+def memory_of(cache) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in cache.to_tensors().values()}
+
+
+@each_kind
+def test_map_reaches_every_tensor_once(kind):
+    """`map` keeps type and names and applies the function to each tensor, nested ones included."""
+    cache = make(kind)
+    seen = []
+    doubled = cache.map(lambda x: seen.append(x) or x * 2)
+    assert len(seen) == len(NAMES[kind])
+    assert list(doubled.to_tensors()) == NAMES[kind]
+    assert type(doubled) is type(cache)
+    for name, tensor in cache.to_tensors().items():
+        assert torch.equal(tensor * 2, doubled.to_tensors()[name])
+    assert_equal(make(kind), cache)
+
+
+@each_kind
+def test_to_moves_and_casts_every_tensor(kind):
+    """`to` takes a device, a dtype or both; with neither, nothing changes."""
+    cache = make(kind)
+    assert {x.dtype for x in cache.to(dtype=torch.float32).to_tensors().values()} == {torch.float32}
+    moved = cache.to("meta", torch.bfloat16).to_tensors().values()
+    assert {(x.device.type, x.dtype) for x in moved} == {("meta", torch.bfloat16)}
+    assert {x.dtype for x in cache.to("meta").to_tensors().values()} == {torch.float64}
+    assert_equal(cache, cache.to())
+
+
+@each_kind
+def test_clone_shares_no_memory(kind):
+    """A fork can be changed without changing its origin, and carries gradients back to it."""
+    cache = make(kind).requires_grad_()
+    fork = cache.clone()
+    assert memory_of(cache).isdisjoint(memory_of(fork))
+    total = sum(x.sum() for x in fork.to_tensors().values())
+    leaves = list(cache.to_tensors().values())
+    assert all(torch.equal(g, torch.ones_like(g)) for g in torch.autograd.grad(total, leaves))
+    fork.detach().map(Tensor.zero_)
+    assert_equal(make(kind), cache.detach())
+
+
+@each_kind
+def test_detach_cuts_the_graph_and_shares_memory(kind):
+    """Truncated back-propagation stops at `detach`; no value is copied."""
+    cache = make(kind).requires_grad_()
+    cut = cache.map(lambda x: x * 2).detach()
+    assert not any(x.requires_grad for x in cut.to_tensors().values())
+    assert memory_of(cache) == memory_of(cache.detach())
+
+
+@each_kind
+def test_requires_grad_acts_in_place_and_can_be_undone(kind):
+    """`requires_grad_` turns the tensors themselves into leaves, and back."""
+    cache = make(kind)
+    assert_equal(cache, cache.requires_grad_())
+    assert all(x.requires_grad and x.is_leaf for x in cache.to_tensors().values())
+    cache.requires_grad_(False)
+    assert not any(x.requires_grad for x in cache.to_tensors().values())
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (2, [2]),
+        (0, [0]),
+        (-1, [5]),
+        (slice(1, 4), [1, 2, 3]),
+        (slice(None, None, 2), [0, 2, 4]),
+        ([4, 0, 4], [4, 0, 4]),
+        ((1,), [1]),
+        ([], []),
+        (torch.tensor([5, 3]), [5, 3]),
+        (torch.tensor([5, 3], dtype=torch.int32), [5, 3]),
+        (torch.tensor([True, False, False, True, True, False]), [0, 3, 4]),
+    ],
+    ids=str,
+)
+def test_rows_picks_rows_of_every_tensor(kind, index, expected):
+    """`rows` cuts the batch axis, which always stays, whatever the index is."""
+    cache = make(kind)
+    picked = cache.rows(index)
+    assert type(picked) is type(cache)
+    for name, tensor in cache.to_tensors().items():
+        want = torch.stack([tensor[row] for row in expected]) if expected else tensor[:0]
+        assert torch.equal(want, picked.to_tensors()[name]), name
+
+
+@each_kind
+def test_rows_carries_gradients(kind):
+    """A row that is picked twice receives the sum of two gradients, a row left out none."""
+    cache = make(kind).requires_grad_()
+    total = sum(x.sum() for x in cache.rows([1, 4, 1]).to_tensors().values())
+    for grad in torch.autograd.grad(total, list(cache.to_tensors().values())):
+        per_row = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0, 0.0], dtype=grad.dtype)
+        assert torch.equal(grad, per_row.view(-1, *[1] * (grad.dim() - 1)).expand_as(grad))
+
+
+@each_kind
+@pytest.mark.parametrize("index", [BATCH, -BATCH - 1, [0, BATCH]], ids=str)
+def test_rows_refuses_a_row_that_is_not_there(kind, index):
+    """An index outside the batch is an IndexError, as everywhere in Python."""
+    with pytest.raises(IndexError):
+        make(kind).rows(index)
+
+
+@each_kind
+def test_sizes_equal_hand_counts(kind):
+    """`numel` and `nbytes` count every tensor, each in its own dtype, also without memory."""
+    cache = make(kind)
+    assert cache.numel() == BATCH * PER_ROW[kind]
+    assert cache.nbytes == BATCH * PER_ROW[kind] * 8
+    assert cache.to("meta", torch.bfloat16).nbytes == BATCH * PER_ROW[kind] * 2
+
+
+def test_nbytes_of_mixed_dtypes():
+    """A half window beside a float32 state counts 2 and 4 bytes."""
+    cache = make("mamba1")
+    mixed = cache._replace(
+        conv_bik=cache.conv_bik.to(torch.bfloat16), ssm_bir=cache.ssm_bir.to(torch.float32)
+    )
+    assert mixed.nbytes == BATCH * (7 * 4 * 2 + 7 * 3 * 4)
+
+
+@each_kind
+def test_sanity_obeys_the_guards(kind):
+    """NaN and infinity are met in any tensor, each by its own guard, and only if it is on."""
+    good = make(kind)
+    for name in NAMES[kind]:
+        for value, switch, word in (
+            (float("nan"), "deny_nan", "NaN"),
+            (float("inf"), "deny_inf", "infinity"),
+            (-float("inf"), "deny_inf", "infinity"),
+        ):
+            bad = make(kind)
+            bad.to_tensors()[name].view(-1)[-1] = value
+            with settings.override(deny_nan=False, deny_inf=False):
+                bad.sanity()
+            other = {"deny_nan": "deny_inf", "deny_inf": "deny_nan"}[switch]
+            with settings.override(**{switch: False, other: True}):
+                bad.sanity()
+            with settings.override(**{switch: True, other: False}):
+                good.sanity()
+                field = name.replace(".", "_")
+                with pytest.raises(
+                    NonFiniteError, match=f"{type(good).__name__}: {field} .*{word}"
+                ):
+                    bad.sanity()
+
+
+@each_kind
+def test_tensors_and_back(kind):
+    """`from_tensors` undoes `to_tensors`; the names are dotted, in order, and share the memory."""
+    cache = make(kind)
+    tensors = cache.to_tensors()
+    assert list(tensors) == NAMES[kind]
+    back = type(cache).from_tensors(dict(reversed(tensors.items())))
+    assert_equal(cache, back)
+    assert memory_of(cache) == memory_of(back)
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_from_tensors_refuses_missing_and_unknown_names(kind):
+    """Names must match exactly; the message tells the type and the name."""
+    cache = make(kind)
+    for name in [n for n in NAMES[kind] if not n.startswith("rotation")]:
+        tensors = cache.to_tensors()
+        tensors["extra"] = tensors.pop(name)
+        with pytest.raises(CacheError, match=rf"{type(cache).__name__}\..*'{name}' is missing"):
+            type(cache).from_tensors(tensors)
+    for name in ("extra", "rotation.extra", "rotation", "", "layers.0.ssm_bhpr"):
+        tensors = cache.to_tensors() | {name: torch.zeros(1)}
+        with pytest.raises(CacheError, match=rf"{type(cache).__name__}\..*unexpected.*'{name}'"):
+            type(cache).from_tensors(tensors)
+
+
+@each_kind
+def test_repr_names_shapes_and_dtypes_but_no_values(kind):
+    """A cache in a log is one line."""
+    cache = make(kind, torch.float32)
+    text = repr(cache)
+    assert text.startswith(f"{type(cache).__name__}({NAMES[kind][0]}=[{BATCH}, ")
+    assert "\n" not in text
+    assert "tensor(" not in text
+    for name, tensor in cache.to_tensors().items():
+        assert f"{name}={list(tensor.shape)} float32" in text
+
+
+def test_repr_is_what_the_documents_show():
+    """The form of the text, in full."""
+    cache = make("single", torch.bfloat16)
+    assert repr(cache) == (
+        "Mamba3SingleSsdCache(ssm_bhpr=[6, 3, 5, 4] bfloat16, k_state_bmhr=[6, 2, 3, 4] bfloat16, "
+        "v_state_bhp=[6, 3, 5] bfloat16, rotation.angle_bha=[6, 3, 2] bfloat16)"
+    )
+    assert repr(RotationState()) == "RotationState()"
+
+
+@each_kind
+def test_is_a_tree(kind):
+    """torch sees through a cache to its tensors and rebuilds it, nested types included."""
+    cache = make(kind)
+    leaves, spec = pytree.tree_flatten(cache)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    assert [id(x) for x in tensors] == [id(x) for x in cache.to_tensors().values()]
+    assert_equal(cache, pytree.tree_unflatten(leaves, spec))
+    doubled = pytree.tree_map_only(Tensor, lambda x: x * 2, {"layers": [cache]})["layers"][0]
+    assert_equal(cache.map(lambda x: x * 2), doubled)
+
+
+@each_kind
+def test_compiles_as_argument_and_result(kind):
+    """One graph takes a cache, calls its methods and returns a cache, with gradients."""
+
+    def advance(cache):
+        moved = cache.map(lambda x: x * 0.5 + 1)
+        return moved, moved.clone().rows(slice(1, 3)), moved.detach(), cache.numel()
+
+    expected = advance(make(kind))
+    cache = make(kind).requires_grad_()
+    actual = torch.compile(advance, fullgraph=True, backend="aot_eager")(cache)
+    for want, got in zip(expected[:3], actual[:3], strict=True):
+        assert_equal(want, got.detach())
+    assert actual[3] == expected[3]
+    assert not any(x.requires_grad for x in actual[2].to_tensors().values())
+    total = sum(x.sum() for x in actual[0].to_tensors().values())
+    for grad in torch.autograd.grad(total, list(cache.to_tensors().values())):
+        assert torch.equal(grad, torch.full_like(grad, 0.5))
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_assign_writes_into_its_own_memory(kind):
+    """`assign_` takes over the values, not the tensors, and returns the cache itself."""
+    cache, other = make(kind), make(kind).map(lambda x: x * 2)
+    before = memory_of(cache)
+    assert cache.assign_(other) is cache
+    assert_equal(other, cache)
+    assert memory_of(cache) == before
+    with pytest.raises(CacheError, match=rf"{type(cache).__name__}\.assign_: .* has shape"):
+        cache.assign_(other.rows([0]))
+
+
+@each_kind
+def test_deepcopy_is_a_fork(kind):
+    """`copy.deepcopy` keeps type and values and shares no memory."""
+    cache = make(kind)
+    copied = copy.deepcopy(cache)
+    assert_equal(cache, copied)
+    assert memory_of(cache).isdisjoint(memory_of(copied))
+
+
+@each_kind
+def test_pickle_keeps_the_type(kind):
+    """Caches travel between processes as themselves."""
+    assert_equal(make(kind), pickle.loads(pickle.dumps(make(kind))))
+
+
+def double_in_another_process(caches):
+    """Answer from the worker: each cache doubled, and what it called itself there."""
+    return [cache.map(lambda x: x * 2) for cache in caches], [repr(cache) for cache in caches]
+
+
+def test_travels_through_a_worker_process():
+    """A fresh process receives caches of every type, computes with them and sends them back."""
+    caches = [make(kind) for kind in PER_ROW]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        doubled, names = pool.submit(double_in_another_process, caches).result(timeout=60)
+    for cache, answer, name in zip(caches, doubled, names, strict=True):
+        assert_equal(cache.map(lambda x: x * 2), answer)
+        assert name == repr(cache)
+
+
+@pytest.mark.parametrize("kind", ["single", "double"])
+def test_pathways_share_one_state(kind):
+    """Changing the pathway changes the type only: same tensors, gradients pass, and back again."""
+    cache = make(kind)
+    single, double = cache.to_single(), cache.to_double()
+    assert (type(single), type(double)) == (Mamba3SingleSsdCache, Mamba3DoubleSsdCache)
+    assert (single if kind == "single" else double) is cache
+    for other in (single, double, single.to_double(), double.to_single()):
+        assert all(
+            a is b
+            for a, b in zip(cache.to_tensors().values(), other.to_tensors().values(), strict=True)
+        )
+    assert_equal(cache, double.to_single() if kind == "single" else single.to_double())
+
+
+def test_rotation_gives_what_it_holds_and_refuses_the_other():
+    """Asking angles for quaternions, or an empty state for either, is an error that says so."""
+    angles, quaternions = make("angles"), make("quaternions")
+    assert angles.angle() is angles.angle_bha
+    assert quaternions.quaternion() is quaternions.quaternion_bhj4
+    with pytest.raises(CacheError, match="expected quaternions; this state holds angles"):
+        angles.quaternion()
+    with pytest.raises(CacheError, match="expected angles; this state holds quaternions"):
+        quaternions.angle()
+    with pytest.raises(CacheError, match="expected angles"):
+        RotationState().angle()
+    with pytest.raises(CacheError, match="expected quaternions"):
+        RotationState().quaternion()
+
+
+def test_families_cannot_be_mistaken_for_each_other():
+    """The two Mamba-3 pathways are different types although their fields are the same."""
+    assert not isinstance(make("single"), Mamba3DoubleSsdCache)
+    assert not isinstance(make("double"), Mamba3SingleSsdCache)
+    assert Mamba3SingleSsdCache._fields == Mamba3DoubleSsdCache._fields
