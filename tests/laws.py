@@ -28,8 +28,9 @@ def error_of(expected: Tensor, actual: Tensor) -> float:
     assert expected.shape == actual.shape, (expected.shape, actual.shape)
     if expected.numel() == 0:
         return 0.0
-    scale = expected.double().abs().max().clamp(min=1e-6)
-    gap = (actual.double() - expected.double()).abs().max()
+    want, got = expected.detach().double(), actual.detach().double()
+    scale = want.abs().max().clamp(min=1e-6)
+    gap = (got - want).abs().max()
     assert bool(torch.isfinite(gap)), "not finite"
     return float(gap / scale)
 

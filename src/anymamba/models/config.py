@@ -147,7 +147,7 @@ def _check_names(where: str, options: dict[str, Any], block: type) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"MambaConfig: {block.__name__} has no option {name!r} ({where}).{_near(name, known)}"
+                f"MambaConfig: {where}: {block.__name__} has no option {name!r}.{_near(name, known)}"
             )
 
 

@@ -16,7 +16,7 @@ __all__ = ["MHA"]
 
 
 class MHA(Block[KVCache]):
-    """Multi-head attention with grouped keys, rotary positions, a short convolution and an MLP part.
+    """Multi-head attention: grouped keys, rotary positions, a short convolution, an MLP part.
 
     Every option of `mamba_ssm`'s class; decoding agrees with the full computation for all of them.
 
@@ -98,8 +98,8 @@ class MHA(Block[KVCache]):
     def extra_repr(self) -> str:
         """Name the sizes."""
         return (
-            f"d_model={self.d_model}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, "
-            f"head_dim={self.head_dim}, causal={self.causal}, d_conv={self.d_conv}, "
+            f"d_model={self.d_model}, num_heads={self.num_heads}, "
+            f"num_heads_kv={self.num_heads_kv}, head_dim={self.head_dim}, causal={self.causal}, d_conv={self.d_conv}, "
             f"rotary_emb_dim={self.rotary_emb_dim}"
         )
 

@@ -10,7 +10,7 @@ __all__ = ["GatedMLP"]
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: `fc2(value * silu(gate))`, the value in the first half of `fc1`, the gate in the second.
+    """SwiGLU: `fc2(value * silu(gate))`; the value is the first half of `fc1`, the gate the second.
 
     Args:
         d_model: width of inputs and outputs.
