@@ -28,7 +28,13 @@ CASES: dict[str, Callable[..., Any]] = {
     ),
     "mamba3": lambda **extra: Mamba3(WIDTH, d_state=8, headdim=4, ngroups=2, **extra),
     "mamba3_quaternion": lambda **extra: Mamba3(
-        WIDTH, d_state=8, headdim=4, rotation="quaternion", rotation_range=0.5, **extra
+        WIDTH,
+        d_state=8,
+        headdim=4,
+        rotation="quaternion",
+        rotation_range=0.5,
+        rope_fraction=1.0,
+        **extra,
     ),
     "mamba3_double": lambda **extra: Mamba3(
         WIDTH,

@@ -14,10 +14,12 @@ from torch import Tensor
 from anymamba.errors import CacheError, CheckpointError, ShapeError
 from anymamba.io import load_state, save_state
 from anymamba.nn import (
+    KVCache,
     Mamba1Cache,
     Mamba2Cache,
     Mamba3DoubleSsdCache,
     Mamba3SingleSsdCache,
+    ModelCache,
     RotationState,
 )
 from laws import randn
@@ -40,10 +42,32 @@ def make(kind: str = "mamba2", dtype: torch.dtype = torch.float32, batch: int = 
         "mamba2": lambda: Mamba2Cache(randn(batch, 9, 4, seed=8, dtype=dtype), ssm_bhpr),
         "single": lambda: Mamba3SingleSsdCache(ssm_bhpr, *keys, angles),
         "double": lambda: Mamba3DoubleSsdCache(ssm_bhpr, *keys, quaternions),
+        "attention": lambda: KVCache(
+            randn(batch, 3, 5, 4, seed=9, dtype=dtype),
+            randn(batch, 3, 5, 4, seed=10, dtype=dtype),
+            torch.arange(batch),
+        ),
+        "attention, convolved, empty": lambda: KVCache(
+            torch.zeros(batch, 3, 0, 4, dtype=dtype),
+            torch.zeros(batch, 3, 0, 4, dtype=dtype),
+            torch.zeros(batch, dtype=torch.int64),
+            randn(batch, 9, 4, seed=11, dtype=dtype),
+        ),
+        "model": lambda: ModelCache(
+            tuple(make(kind, dtype, batch) for kind in KINDS[:6]), torch.arange(batch) + 2**40
+        ),
     }[kind]()
 
 
-KINDS = ["mamba1", "mamba2", "single", "double"]
+KINDS = [
+    "mamba1",
+    "mamba2",
+    "single",
+    "double",
+    "attention",
+    "attention, convolved, empty",
+    "model",
+]
 
 
 def same_bits(expected: Tensor, actual: Tensor) -> bool:
@@ -74,7 +98,7 @@ def forge(file, header: dict, values: bytes) -> None:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A file with a Mamba-2 cache."""
+    """Return a file with a Mamba-2 cache."""
     file = tmp_path / "talk.state"
     save_state(make(), file)
     return file
@@ -105,13 +129,31 @@ def test_special_numbers_keep_their_bits(tmp_path, dtype):
 @pytest.mark.parametrize("container", [list, tuple])
 def test_stack_comes_back_as_a_list(tmp_path, container):
     """A stack of mixed families keeps its order, also beyond ten layers."""
-    stack = [make(KINDS[place % 4], batch=place + 1) for place in range(12)]
+    stack = [make(KINDS[place % 6], batch=place + 1) for place in range(12)]
     save_state(container(stack), tmp_path / "a")
     loaded = load_state(tmp_path / "a")
     assert type(loaded) is list
     for expected, actual in zip(stack, loaded, strict=True):
         assert_same_cache(expected, actual)
-    assert "layers.11.rotation.quaternion_bhj4" in parts_of(tmp_path / "a")[0]
+    assert "layers.9.rotation.quaternion_bhj4" in parts_of(tmp_path / "a")[0]
+
+
+def test_model_and_list_are_told_apart(tmp_path):
+    """A model's file has the names of `to_tensors`; a model comes back as one, a list as a list."""
+    model = make("model")
+    save_state(model, tmp_path / "a")
+    header, _ = parts_of(tmp_path / "a")
+    types = json.loads(header.pop("__metadata__")["types"])
+    assert types == {"ModelCache": [type(layer).__name__ for layer in model.layers]}
+    assert set(header) == set(model.to_tensors())
+    assert type(load_state(tmp_path / "a").layers) is tuple
+    header, values = parts_of(tmp_path / "a")
+    header["__metadata__"]["types"] = json.dumps(types["ModelCache"])
+    forge(tmp_path / "a", header, values)
+    with pytest.raises(CheckpointError, match="'position_b' belongs to none of its 6 layers"):
+        load_state(tmp_path / "a")
+    save_state(model.layers, tmp_path / "a")
+    assert type(load_state(tmp_path / "a")) is list
 
 
 def test_header_describes_the_content(saved):
@@ -130,7 +172,7 @@ def test_other_readers_can_open_it(saved):
     safetensors = pytest.importorskip("safetensors.torch")
     for name, tensor in safetensors.load_file(saved).items():
         assert same_bits(make().to_tensors()[name], tensor)
-    save_state(make("single", torch.bfloat16, batch=1), saved)
+    save_state(Mamba1Cache(torch.zeros(1, 1, 3, dtype=torch.bfloat16), torch.ones(1, 1, 1)), saved)
     header, _ = parts_of(saved)
     del header["__metadata__"]
     start = int.from_bytes(saved.read_bytes()[:8], "little") + 8
@@ -189,9 +231,9 @@ def test_any_flipped_bit_is_refused(tmp_path):
     file = tmp_path / "a"
     save_state(Mamba1Cache(randn(1, 2, 3, seed=1), randn(1, 2, 1, seed=2)), file)
     good = file.read_bytes()
-    for place in range(8 * len(good)):
+    for place in range(2 * len(good)):
         bad = bytearray(good)
-        bad[place // 8] ^= 1 << place % 8
+        bad[place // 2] ^= 1 << place * 5 % 8
         file.write_bytes(bad)
         with pytest.raises(CheckpointError) as caught:
             load_state(file)
@@ -254,11 +296,14 @@ def test_pickle_is_never_executed(tmp_path):
         ({"version": "one"}, "its version is 'one'"),
         ({"version": "0"}, "its version is '0'"),
         ({"version": None}, "its version is ''"),
-        ({"types": '"Mamba9Cache"'}, "one of Mamba1Cache.*got 'Mamba9Cache'.*upgrade"),
+        ({"types": '"Mamba9Cache"'}, "any of Mamba1Cache.*got 'Mamba9Cache'.*install -U"),
         ({"types": '"RotationState"'}, "got 'RotationState'"),
         ({"types": '{"model": []}'}, "got {'model'"),
+        ({"types": '{"ModelCache": "Mamba2Cache"}'}, "got {'ModelCache'"),
+        ({"types": '{"ModelCache": []}'}, "belongs to none of its 0 layers"),
+        ({"types": "7"}, "got 7"),
         ({"types": "[[]]"}, "belongs to none of its 1 layers"),
-        ({"types": '"Mamba1Cache"'}, "do not make up a Mamba1Cache .*'conv_bik' is missing"),
+        ({"types": '"Mamba1Cache"'}, "do not make up what .*'conv_bik' is missing"),
         ({"types": '["Mamba2Cache"]'}, "belongs to none of its 1 layers"),
         ({"types": "[]"}, "belongs to none of its 0 layers"),
         ({"types": "Mamba2Cache"}, "header is damaged"),
@@ -295,6 +340,13 @@ def test_wrong_header_is_refused(saved, change, message):
         ("single", "rotation.angle_bha", "rotation.angle", "unexpected tensor|either angles"),
         ("double", "rotation.quaternion_bhj4", {"shape": [2, 3, 2, 2]}, "must have size 4"),
         ("single", None, "rotation.quaternion_bhj4", "either angles or quaternions"),
+        ("model", "position_b", None, "position_b of a ModelCache must be a tensor"),
+        ("model", "position_b", {"dtype": "F64"}, "must be torch.int64; got torch.float64"),
+        ("model", "layers.1.ssm_bhpr", "layers.6.ssm_bhpr", "belongs to none of its 6 layers"),
+        ("model", "layers.1.ssm_bhpr", "layers.01.ssm_bhpr", "belongs to none of its 6 layers"),
+        ("model", "layers.1.ssm_bhpr", "layers.\u00b9.ssm_bhpr", "belongs to none"),
+        ("model", "layers.1.ssm_bhpr", "layers.0.ssm_bhpr", "'ssm_bhpr' is missing|unexpected"),
+        ("model", None, "position", "belongs to none of its 6 layers"),
     ],
 )
 def test_tensors_that_do_not_fit_the_type_are_refused(tmp_path, kind, name, change, message):
@@ -325,6 +377,16 @@ def test_tensors_that_do_not_fit_the_type_are_refused(tmp_path, kind, name, chan
     assert str(file) in str(caught.value)
 
 
+def test_type_is_part_of_the_checksum(tmp_path):
+    """Two types with the same fields cannot be exchanged in the header unseen."""
+    save_state(make("single"), tmp_path / "a")
+    header, values = parts_of(tmp_path / "a")
+    header["__metadata__"]["types"] = '"Mamba3DoubleSsdCache"'
+    forge(tmp_path / "a", header, values)
+    with pytest.raises(CheckpointError, match="checksum does not match"):
+        load_state(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -334,9 +396,20 @@ def test_tensors_that_do_not_fit_the_type_are_refused(tmp_path, kind, name, chan
         (RotationState(torch.zeros(1, 1, 1)), "got RotationState"),
         ([make(), None], "got NoneType"),
         ([[make()]], "got list"),
-        ([], "at least one cache"),
+        ([], "must not be empty"),
         (make().to("meta"), "meta device"),
-        (make().to(dtype=torch.complex64), "torch.complex64"),
+        (make().map(lambda x: x.to(torch.complex64)), "torch.float32 or .* got torch.complex64"),
+        (make().map(lambda x: x.to(torch.int64)), "torch.float32 or .* got torch.int64"),
+        (
+            make("attention")._replace(length_b=torch.zeros(2)),
+            "length_b of a KVCache must be torch.int64; got torch.float32",
+        ),
+        (make("attention")._replace(length_b=None), "length_b of a KVCache must be a tensor"),
+        (make("model")._replace(position_b=None), "position_b of a ModelCache must be a tensor"),
+        (make("model")._replace(layers=()), "must not be empty"),
+        (make("model")._replace(layers=(make("model"),)), "got ModelCache"),
+        ([make("model")], "got ModelCache"),
+        (Mamba2Cache(RotationState(torch.zeros(1, 1, 1)), make().ssm_bhpr), "conv_bvk of a Mamba2"),
         (make()._replace(conv_bvk=None), "conv_bvk of a Mamba2Cache must be a tensor"),
         (make("single")._replace(rotation=RotationState()), "either angles or quaternions"),
         (
@@ -355,10 +428,22 @@ def test_saving_something_else_is_refused(tmp_path, given, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saving_a_cache_of_two_batches_is_refused(tmp_path):
-    """Tensors that disagree in a size are refused when they are saved, not when they are read."""
-    with pytest.raises(ShapeError, match=r"save_state: Mamba2Cache: batch is 2 .* but 1"):
-        save_state(Mamba2Cache(make().conv_bvk, make(batch=1).ssm_bhpr), tmp_path / "a")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Mamba2Cache(make().conv_bvk, make(batch=1).ssm_bhpr), "Mamba2Cache: batch is 2 .* but 1"),
+        (make("model")._replace(position_b=torch.zeros(3).long()), r"one batch; got \[2, 3\]"),
+        (ModelCache((make(), make(batch=1)), torch.zeros(2).long()), r"one batch; got \[1, 2\]"),
+        (make("model")._replace(position_b=torch.tensor(1)), "position_b of a .* 1 axes"),
+        (make()._replace(conv_bvk=torch.zeros(2, 0)), "conv_bvk of a Mamba2Cache must have 3 axes"),
+    ],
+    ids=str,
+)
+def test_saving_tensors_that_disagree_is_refused(tmp_path, given, message):
+    """Sizes that contradict each other are met when they are saved, not when they are read."""
+    with pytest.raises(ShapeError, match=f"^save_state: .*{message}"):
+        save_state(given, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
 class Interrupted(BaseException):

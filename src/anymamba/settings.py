@@ -9,6 +9,7 @@ The environment is read once, on import. Inside a program use `override`.
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -33,7 +34,12 @@ def _flag(variable: str) -> bool:
     return text == "1"
 
 
-_current = Settings(deny_nan=_flag("ANYMAMBA_DENY_NAN"), deny_inf=_flag("ANYMAMBA_DENY_INF"))
+_base = Settings(deny_nan=_flag("ANYMAMBA_DENY_NAN"), deny_inf=_flag("ANYMAMBA_DENY_INF"))
+_current = _base
+# Overrides in force, oldest first. A list and not a saved value: two threads may enter and leave in
+# any order, and each must take only its own override away.
+_overrides: list[dict[str, bool]] = []
+_lock = threading.Lock()
 
 
 def current() -> Settings:
@@ -43,7 +49,7 @@ def current() -> Settings:
 
 @contextmanager
 def override(**switches: bool) -> Iterator[Settings]:
-    """Change switches for the length of a `with` block.
+    """Change switches for the length of a `with` block, in all threads.
 
     Example:
         >>> with override(deny_nan=True) as settings:
@@ -55,10 +61,20 @@ def override(**switches: bool) -> Iterator[Settings]:
         raise ConfigError(
             f"settings.override: unknown switch {unknown[0]!r}. Known: {sorted(known)}."
         )
-    global _current
-    before = _current
-    _current = replace(before, **switches)
+    with _lock:
+        _overrides.append(switches)
+        _apply()
     try:
         yield _current
     finally:
-        _current = before
+        with _lock:
+            place = next(i for i, entry in enumerate(_overrides) if entry is switches)
+            del _overrides[place]
+            _apply()
+
+
+def _apply() -> None:
+    global _current
+    _current = _base
+    for switches in _overrides:
+        _current = replace(_current, **switches)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from laws import assert_same, randn
 from torch import Tensor
 
 from anymamba.nn import Mamba, Mamba2, Mamba3
+from laws import assert_same, randn
 
 # A way runs a block on u (batch, sequence, d_model) from a cache, or from none, to a cache.
 Way = Callable[[Any, Tensor, Any], tuple[Tensor, Any]]
@@ -78,7 +78,9 @@ def _table() -> list[Case]:
     size = {"d_model": 8, "d_state": 4}
     heads = {"d_model": 8, "headdim": 4, "chunk_size": 4}
     cases = [Case(f"mamba1-{n}", Mamba, {**size, **kw}) for n, kw in MAMBA1.items()]
-    cases += [Case(f"mamba2-{n}", Mamba2, {**heads, "d_state": 4, **kw}) for n, kw in MAMBA2.items()]
+    cases += [
+        Case(f"mamba2-{n}", Mamba2, {**heads, "d_state": 4, **kw}) for n, kw in MAMBA2.items()
+    ]
     for rotation in ("complex", "quaternion"):
         for pathway in ("single", "double"):
             fixed = {**heads, "d_state": 8, "rotation": rotation, "pathway": pathway}

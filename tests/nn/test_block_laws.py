@@ -23,12 +23,12 @@ from blocks import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import assert_same
 from torch import Tensor
 
 from anymamba.errors import BackendError
 from anymamba.nn import Mamba, Mamba2, Mamba3
-from anymamba.ops import SsdPath
+from anymamba.ops import SsdPath, ssd
+from laws import assert_same
 
 LENGTH = 9
 EVERY = pytest.mark.parametrize("case", CASES, ids=str)
@@ -47,6 +47,19 @@ def test_pieces_and_steps_equal_whole_from_the_empty_cache(case: Case):
     assert_agree(outcome(block, lambda *args: (stepwise(*args)[0], None), u_bsd), forward)
 
 
+@pytest.mark.parametrize("name", ["mamba2-init_state", "mamba3-quaternion-double-init_state"])
+def test_the_learnable_initial_state_is_the_empty_cache(name: str):
+    """Every row starts from it, and it can be trained."""
+    block = build(BY_NAME[name])
+    cache = block.empty_cache(3)
+    for state_hpr in cache.ssm_bhpr:
+        assert torch.equal(state_hpr, block.init_states)
+    assert cache.ssm_bhpr.requires_grad
+    others = [x for name, x in cache.to_tensors().items() if name in ("conv_bvk", "v_state_bhp")]
+    assert not any(bool(x.any()) for x in others)
+    assert len(others) == 1
+
+
 @EVERY
 def test_pieces_and_steps_equal_whole_from_a_random_cache(case: Case):
     """Values, every field of the final cache, and the gradients of everything that went in."""
@@ -56,13 +69,10 @@ def test_pieces_and_steps_equal_whole_from_a_random_cache(case: Case):
     for way in (in_pieces(1, 3, 5), stepwise):
         assert_agree(expected, outcome(block, way, u_bsd, cache))
     # A law about zeros would prove nothing. What no token of the call ever reads is named.
-    unread = {"init_states"} | ({"initial conv_bik", "initial conv_bvk"} if _d_conv(block) == 1 else set())
-    dead = {name for name, grad in expected.grads.items() if not bool(grad.any())}
-    assert dead <= unread
-
-
-def _d_conv(block: Any) -> int | None:
-    return getattr(block, "d_conv", None)
+    unread = {"init_states"}
+    if case.kwargs.get("d_conv") == 1:
+        unread |= {"initial conv_bik", "initial conv_bvk"}
+    assert {name for name, grad in expected.grads.items() if not bool(grad.any())} <= unread
 
 
 @EVERY
@@ -263,7 +273,7 @@ def test_gradients_equal_finite_differences(case: Case):
 
     options = {} if case.kind is Mamba else {"path": SsdPath.serial_recalculated(2)}
     leaves = [x.detach().requires_grad_() for x in (u_bsd, *leaves)]
-    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 @SOME
@@ -295,7 +305,7 @@ def test_half_types_keep_float32_states_and_the_laws(case: Case, dtype: torch.dt
         assert gap <= 2e-2 * tensor.float().abs().max(), name
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 @SOME
 def test_any_cut_into_pieces_equals_whole(case: Case, data: st.DataObject):
@@ -345,7 +355,11 @@ def test_one_axis_quaternion_equals_complex(fraction: float, pathway: str):
         weight[rows].unflatten(0, (heads, blocks, 3))[:, :, 0] = turn_jd
         half_turn.load_state_dict(
             quaternion.state_dict()
-            | {"in_proj.weight": torch.cat([weight[: rows.start], -turn_jd.repeat_interleave(2, 0)])}
+            | {
+                "in_proj.weight": torch.cat(
+                    [weight[: rows.start], -turn_jd.repeat_interleave(2, 0)]
+                )
+            }
         )
     cache_c = random_cache(half_turn, 2)
     half_bhj = -cache_c.rotation.angle_bha[..., ::2]
@@ -378,6 +392,34 @@ def test_one_axis_quaternion_equals_complex(fraction: float, pathway: str):
     assert_same(torch.stack([angle.cos(), -angle.sin()], -1), q[..., :2])
 
 
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_rank_one_pairs_halves_where_siso_pairs_neighbours(fraction: float):
+    """`is_mimo` with one rank of weight one is the plain block, its state in another order."""
+    kwargs = {**BY_NAME["mamba3-complex-single-siso"].kwargs, "rope_fraction": fraction}
+    siso = build(Case("", Mamba3, kwargs))
+    mimo = build(Case("", Mamba3, {**kwargs, "is_mimo": True, "mimo_rank": 1}))
+    size = siso.d_state
+    order = torch.arange(size).view(-1, 2).T.flatten()
+    weights = dict(siso.state_dict())
+    in_rows = torch.arange(weights["in_proj.weight"].shape[0])
+    keys = 2 * siso.d_inner
+    for start in (keys, keys + size):
+        in_rows[start : start + size] = start + order
+    weights["in_proj.weight"] = weights["in_proj.weight"][in_rows]
+    for name in ("B_norm.weight", "C_norm.weight", "B_bias", "C_bias"):
+        weights[name] = weights[name][..., order]
+    ones = {name: torch.ones_like(getattr(mimo, name)) for name in ("mimo_x", "mimo_z", "mimo_o")}
+    mimo.load_state_dict(weights | ones)
+    u_bsd, cache = tokens(siso, 2, LENGTH), random_cache(siso, 2)
+    moved = cache._replace(
+        ssm_bhpr=cache.ssm_bhpr[..., order], k_state_bmhr=cache.k_state_bmhr[..., order]
+    )
+    expected, end = siso.prefill(u_bsd, cache)
+    actual, end_mimo = mimo.prefill(u_bsd, moved)
+    assert_same(expected.detach(), actual.detach())
+    assert_same(end.ssm_bhpr[..., order].detach(), end_mimo.ssm_bhpr.detach())
+
+
 @pytest.mark.parametrize("rotation", ["complex", "quaternion"])
 def test_without_a_rotated_part_the_rotation_changes_nothing(rotation: str):
     """With fraction 0 the rotation's channels are projected and accumulated, but never used."""
@@ -393,8 +435,6 @@ def test_without_a_rotated_part_the_rotation_changes_nothing(rotation: str):
 @pytest.mark.parametrize("ngroups", [1, 2])
 def test_full_weight_on_the_token_without_rotation_is_the_mamba2_update(pathway: str, ngroups: int):
     """With lambda = 1 and nothing rotated, H = exp(dt A) H + dt x B^T: the scan of Mamba-2."""
-    from anymamba.ops import ssd
-
     base = BY_NAME["mamba3-complex-single-bias"].kwargs
     kwargs = {**base, "rope_fraction": 0.0, "pathway": pathway, "ngroups": ngroups}
     block = build(Case("", Mamba3, kwargs))

@@ -13,11 +13,14 @@ from torch.utils import _pytree as pytree
 from anymamba import settings
 from anymamba.errors import CacheError, NonFiniteError
 from anymamba.nn import (
+    KVCache,
     Mamba1Cache,
     Mamba2Cache,
     Mamba3DoubleSsdCache,
     Mamba3SingleSsdCache,
+    ModelCache,
     RotationState,
+    join_rows,
 )
 from laws import randn
 
@@ -49,10 +52,22 @@ def make(kind: str, dtype: torch.dtype = torch.float64):
         "double": lambda: Mamba3DoubleSsdCache(*keys, quaternions),
         "angles": lambda: angles,
         "quaternions": lambda: quaternions,
+        "attention": lambda: KVCache(
+            state(3, 8, 4, seed=9, dtype=dtype),
+            state(3, 8, 4, seed=10, dtype=dtype),
+            torch.arange(BATCH),
+        ),
+        "convolved": lambda: make("attention", dtype)._replace(
+            conv_bvk=state(9, 4, seed=11, dtype=dtype)
+        ),
+        "model": lambda: ModelCache(
+            (make("mamba2", dtype), make("convolved", dtype), make("single", dtype)),
+            torch.arange(BATCH) + 100,
+        ),
     }[kind]()
 
 
-# Values per row, counted by hand.
+# Floating-point values per row, counted by hand.
 PER_ROW = {
     "mamba1": 7 * 4 + 7 * 3,
     "mamba2": 9 * 4 + 3 * 5 * 4,
@@ -60,7 +75,12 @@ PER_ROW = {
     "double": 3 * 5 * 4 + 2 * 3 * 4 + 3 * 5 + 3 * 2 * 4,
     "angles": 3 * 2,
     "quaternions": 3 * 2 * 4,
+    "attention": 2 * 3 * 8 * 4,
+    "convolved": 2 * 3 * 8 * 4 + 9 * 4,
+    "model": (9 * 4 + 60) + (2 * 3 * 8 * 4 + 9 * 4) + (60 + 24 + 15 + 6),
 }
+# Counts of tokens per row: integers of 8 bytes.
+COUNTS_PER_ROW = {"attention": 1, "convolved": 1, "model": 2}
 KEYS = ["ssm_bhpr", "k_state_bmhr", "v_state_bhp"]
 NAMES = {
     "mamba1": ["conv_bik", "ssm_bir"],
@@ -69,8 +89,17 @@ NAMES = {
     "double": [*KEYS, "rotation.quaternion_bhj4"],
     "angles": ["angle_bha"],
     "quaternions": ["quaternion_bhj4"],
+    "attention": ["k_bhst", "v_bhst", "length_b"],
+    "convolved": ["k_bhst", "v_bhst", "length_b", "conv_bvk"],
 }
-BLOCK_KINDS = ["mamba1", "mamba2", "single", "double"]
+NAMES["model"] = [
+    *(f"layers.0.{name}" for name in NAMES["mamba2"]),
+    *(f"layers.1.{name}" for name in NAMES["convolved"]),
+    *(f"layers.2.{name}" for name in NAMES["single"]),
+    "position_b",
+]
+BLOCK_KINDS = ["mamba1", "mamba2", "single", "double", "attention", "convolved"]
+MODEL_TYPES = (Mamba2Cache, KVCache, Mamba3SingleSsdCache)
 each_kind = pytest.mark.parametrize("kind", list(PER_ROW))
 
 
@@ -82,6 +111,11 @@ def assert_equal(expected, actual):
     for name, tensor in want.items():
         assert tensor.dtype == got[name].dtype, name
         assert torch.equal(tensor, got[name]), name
+
+
+def floats(cache) -> list[Tensor]:
+    """Return the tensors of a cache that carry values, not counts."""
+    return [x for x in cache.to_tensors().values() if x.is_floating_point()]
 
 
 def memory_of(cache) -> set[int]:
@@ -106,10 +140,12 @@ def test_map_reaches_every_tensor_once(kind):
 def test_to_moves_and_casts_every_tensor(kind):
     """`to` takes a device, a dtype or both; with neither, nothing changes."""
     cache = make(kind)
-    assert {x.dtype for x in cache.to(dtype=torch.float32).to_tensors().values()} == {torch.float32}
-    moved = cache.to("meta", torch.bfloat16).to_tensors().values()
-    assert {(x.device.type, x.dtype) for x in moved} == {("meta", torch.bfloat16)}
-    assert {x.dtype for x in cache.to("meta").to_tensors().values()} == {torch.float64}
+    assert {x.dtype for x in floats(cache.to(dtype=torch.float32))} == {torch.float32}
+    assert len(floats(cache.to(dtype=torch.float32))) == len(floats(cache))
+    moved = cache.to("meta", torch.bfloat16)
+    assert {x.device.type for x in moved.to_tensors().values()} == {"meta"}
+    assert {x.dtype for x in floats(moved)} == {torch.bfloat16}
+    assert {x.dtype for x in floats(cache.to("meta"))} == {torch.float64}
     assert_equal(cache, cache.to())
 
 
@@ -119,9 +155,9 @@ def test_clone_shares_no_memory(kind):
     cache = make(kind).requires_grad_()
     fork = cache.clone()
     assert memory_of(cache).isdisjoint(memory_of(fork))
-    total = sum(x.sum() for x in fork.to_tensors().values())
-    leaves = list(cache.to_tensors().values())
-    assert all(torch.equal(g, torch.ones_like(g)) for g in torch.autograd.grad(total, leaves))
+    total = sum(x.sum() for x in floats(fork))
+    grads = torch.autograd.grad(total, floats(cache))
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
     fork.detach().map(Tensor.zero_)
     assert_equal(make(kind), cache.detach())
 
@@ -140,7 +176,7 @@ def test_requires_grad_acts_in_place_and_can_be_undone(kind):
     """`requires_grad_` turns the tensors themselves into leaves, and back."""
     cache = make(kind)
     assert_equal(cache, cache.requires_grad_())
-    assert all(x.requires_grad and x.is_leaf for x in cache.to_tensors().values())
+    assert all(x.requires_grad and x.is_leaf for x in floats(cache))
     cache.requires_grad_(False)
     assert not any(x.requires_grad for x in cache.to_tensors().values())
 
@@ -177,8 +213,8 @@ def test_rows_picks_rows_of_every_tensor(kind, index, expected):
 def test_rows_carries_gradients(kind):
     """A row that is picked twice receives the sum of two gradients, a row left out none."""
     cache = make(kind).requires_grad_()
-    total = sum(x.sum() for x in cache.rows([1, 4, 1]).to_tensors().values())
-    for grad in torch.autograd.grad(total, list(cache.to_tensors().values())):
+    total = sum(x.sum() for x in floats(cache.rows([1, 4, 1])))
+    for grad in torch.autograd.grad(total, floats(cache)):
         per_row = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0, 0.0], dtype=grad.dtype)
         assert torch.equal(grad, per_row.view(-1, *[1] * (grad.dim() - 1)).expand_as(grad))
 
@@ -194,10 +230,10 @@ def test_rows_refuses_a_row_that_is_not_there(kind, index):
 @each_kind
 def test_sizes_equal_hand_counts(kind):
     """`numel` and `nbytes` count every tensor, each in its own dtype, also without memory."""
-    cache = make(kind)
-    assert cache.numel() == BATCH * PER_ROW[kind]
-    assert cache.nbytes == BATCH * PER_ROW[kind] * 8
-    assert cache.to("meta", torch.bfloat16).nbytes == BATCH * PER_ROW[kind] * 2
+    cache, counts = make(kind), COUNTS_PER_ROW.get(kind, 0)
+    assert cache.numel() == BATCH * (PER_ROW[kind] + counts)
+    assert cache.nbytes == BATCH * (PER_ROW[kind] * 8 + counts * 8)
+    assert cache.to("meta", torch.bfloat16).nbytes == BATCH * (PER_ROW[kind] * 2 + counts * 8)
 
 
 def test_nbytes_of_mixed_dtypes():
@@ -213,7 +249,7 @@ def test_nbytes_of_mixed_dtypes():
 def test_sanity_obeys_the_guards(kind):
     """NaN and infinity are met in any tensor, each by its own guard, and only if it is on."""
     good = make(kind)
-    for name in NAMES[kind]:
+    for name in [n for n, x in good.to_tensors().items() if x.is_floating_point()]:
         for value, switch, word in (
             (float("nan"), "deny_nan", "NaN"),
             (float("inf"), "deny_inf", "infinity"),
@@ -241,7 +277,8 @@ def test_tensors_and_back(kind):
     cache = make(kind)
     tensors = cache.to_tensors()
     assert list(tensors) == NAMES[kind]
-    back = type(cache).from_tensors(dict(reversed(tensors.items())))
+    types = (MODEL_TYPES,) if kind == "model" else ()
+    back = type(cache).from_tensors(dict(reversed(tensors.items())), *types)
     assert_equal(cache, back)
     assert memory_of(cache) == memory_of(back)
 
@@ -250,7 +287,8 @@ def test_tensors_and_back(kind):
 def test_from_tensors_refuses_missing_and_unknown_names(kind):
     """Names must match exactly; the message tells the type and the name."""
     cache = make(kind)
-    for name in [n for n in NAMES[kind] if not n.startswith("rotation")]:
+    optional = ("rotation.angle_bha", "rotation.quaternion_bhj4", "conv_bvk")
+    for name in [n for n in NAMES[kind] if kind == "mamba2" or n not in optional]:
         tensors = cache.to_tensors()
         tensors["extra"] = tensors.pop(name)
         with pytest.raises(CacheError, match=rf"{type(cache).__name__}\..*'{name}' is missing"):
@@ -261,16 +299,30 @@ def test_from_tensors_refuses_missing_and_unknown_names(kind):
             type(cache).from_tensors(tensors)
 
 
+def test_model_from_tensors_refuses_missing_and_unknown_names():
+    """A model needs its position, a type for every layer, and every tensor of each."""
+    tensors = make("model").to_tensors()
+    for name in ("position_b", "layers.0.ssm_bhpr", "layers.2.v_state_bhp"):
+        with pytest.raises(CacheError, match=f"'{name.rpartition('.')[2]}' is missing"):
+            ModelCache.from_tensors({k: x for k, x in tensors.items() if k != name}, MODEL_TYPES)
+    for name in ("extra", "layers.3.ssm_bhpr", "layers.x.ssm_bhpr", "layers.0", "layers.0.extra"):
+        with pytest.raises(CacheError, match="unexpected tensor"):
+            ModelCache.from_tensors(tensors | {name: torch.zeros(1)}, MODEL_TYPES)
+    with pytest.raises(CacheError, match=r"unexpected tensor 'layers\.2"):
+        ModelCache.from_tensors(tensors, MODEL_TYPES[:2])
+
+
 @each_kind
 def test_repr_names_shapes_and_dtypes_but_no_values(kind):
     """A cache in a log is one line."""
     cache = make(kind, torch.float32)
     text = repr(cache)
-    assert text.startswith(f"{type(cache).__name__}({NAMES[kind][0]}=[{BATCH}, ")
+    assert text.startswith(f"{type(cache).__name__}({NAMES[kind][0]}=[{BATCH}")
     assert "\n" not in text
     assert "tensor(" not in text
     for name, tensor in cache.to_tensors().items():
-        assert f"{name}={list(tensor.shape)} float32" in text
+        dtype = "int64" if name.endswith(("length_b", "position_b")) else "float32"
+        assert f"{name}={list(tensor.shape)} {dtype}" in text
 
 
 def test_repr_is_what_the_documents_show():
@@ -300,9 +352,11 @@ def test_compiles_as_argument_and_result(kind):
     """One graph takes a cache, calls its methods and returns a cache, with gradients."""
 
     def advance(cache):
-        moved = cache.map(lambda x: x * 0.5 + 1)
+        moved = cache.map(lambda x: x * 0.5 + 1 if x.is_floating_point() else x + 1)
         return moved, moved.clone().rows(slice(1, 3)), moved.detach(), cache.numel()
 
+    # Each kind is a graph of its own; together they would reach the recompile limit.
+    torch._dynamo.reset()
     expected = advance(make(kind))
     cache = make(kind).requires_grad_()
     actual = torch.compile(advance, fullgraph=True, backend="aot_eager")(cache)
@@ -310,12 +364,12 @@ def test_compiles_as_argument_and_result(kind):
         assert_equal(want, got.detach())
     assert actual[3] == expected[3]
     assert not any(x.requires_grad for x in actual[2].to_tensors().values())
-    total = sum(x.sum() for x in actual[0].to_tensors().values())
-    for grad in torch.autograd.grad(total, list(cache.to_tensors().values())):
+    total = sum(x.sum() for x in floats(actual[0]))
+    for grad in torch.autograd.grad(total, floats(cache)):
         assert torch.equal(grad, torch.full_like(grad, 0.5))
 
 
-@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("kind", [*BLOCK_KINDS, "model"])
 def test_assign_writes_into_its_own_memory(kind):
     """`assign_` takes over the values, not the tensors, and returns the cache itself."""
     cache, other = make(kind), make(kind).map(lambda x: x * 2)
@@ -386,6 +440,45 @@ def test_rotation_gives_what_it_holds_and_refuses_the_other():
         RotationState().angle()
     with pytest.raises(CacheError, match="expected quaternions"):
         RotationState().quaternion()
+
+
+def test_join_undoes_rows():
+    """Caches that were cut apart and put together again are as before; gradients pass."""
+    for kind in BLOCK_KINDS:
+        cache = make(kind).requires_grad_()
+        joined = join_rows([cache.rows([0, 1]), cache.rows(2), cache.rows(slice(3, None))])
+        assert_equal(make(kind), joined.detach())
+        grads = torch.autograd.grad(sum(x.sum() for x in floats(joined)), floats(cache))
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+    model = make("model")
+    assert_equal(model, ModelCache.join([model.rows([0]), model.rows(slice(1, None))]))
+
+
+def test_join_pads_shorter_keys():
+    """Keys of different lengths are padded behind their end; lengths stay with their rows."""
+    long = make("convolved")
+    short = long._replace(k_bhst=long.k_bhst[:, :, :5], v_bhst=long.v_bhst[:, :, :5]).rows([4])
+    joined = join_rows([short, long])
+    assert joined.k_bhst.shape == (BATCH + 1, 3, 8, 4)
+    for name in ("k_bhst", "v_bhst"):
+        assert torch.equal(getattr(joined, name)[0, :, :5], getattr(long, name)[4, :, :5])
+        assert not getattr(joined, name)[0, :, 5:].any()
+        assert torch.equal(getattr(joined, name)[1:], getattr(long, name))
+    assert torch.equal(joined.length_b, torch.tensor([4, 0, 1, 2, 3, 4, 5]))
+
+
+def test_join_refuses_two_types():
+    """The rows of different families, or pathways, do not fit under each other."""
+    with pytest.raises(CacheError, match="one type; got Mamba1Cache, Mamba2Cache"):
+        join_rows([make("mamba2"), make("mamba1")])
+    with pytest.raises(CacheError, match="one type; got Mamba3Double"):
+        join_rows([make("single"), make("single").to_double()])
+
+
+def test_position_of_a_model_has_two_names():
+    """`position` is the short name of `position_b`."""
+    model = make("model")
+    assert model.position is model.position_b
 
 
 def test_families_cannot_be_mistaken_for_each_other():

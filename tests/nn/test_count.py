@@ -6,8 +6,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from anymamba.errors import ConfigError
-from anymamba.nn import Mamba, Mamba2, Mamba3
-from anymamba.nn.count import count_parameters, flops_per_token, state_bytes
+from anymamba.nn import (
+    Mamba,
+    Mamba2,
+    Mamba3,
+    count_parameters,
+    flops_per_token,
+    state_bytes,
+)
 
 BLOCKS = {
     "mamba1": (Mamba, {}),

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from golden import HERE, relative_error
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from anymamba.nn import Mamba, Mamba2, Mamba3
+from golden import HERE, relative_error
 
 MODULES = HERE / "modules"
 NAMES = sorted(path.stem for path in MODULES.glob("*.safetensors"))

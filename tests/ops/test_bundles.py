@@ -138,5 +138,50 @@ def test_path_is_a_value():
     assert SsdPath.chunked_recalculated_optimal_from_block(block).kind == "serial_recalculated"
     with pytest.raises(ConfigError, match="kind must be one of"):
         SsdPath("fast")
-    with pytest.raises(ConfigError, match="chunk_len must be at least 1"):
+    with pytest.raises(ConfigError, match="chunk_len must be a whole number"):
         SsdPath.serial(0)
+
+
+def half_bundles():
+    """Return the three bundles in bfloat16."""
+    weights = [rand(B, N, L, H, seed=9), rand(B, N, L, H, seed=10)]
+    half = lambda tensors: [x.bfloat16() for x in tensors]  # noqa: E731
+    return [
+        (Mamba2SsdInput, half(mamba2_tensors())),
+        (Mamba3DoubleSsdInput, half([*mamba3_tensors(), *states()])),
+        (Mamba3SingleSsdInput, half([*mamba3_tensors(), *weights, *states()])),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_bundles_keep_decays_and_states_in_float32(kind):
+    """Products with dt, scale and the initial state are formed in float32."""
+    for bundle, tensors in half_bundles():
+        y, final = bundle(*tensors).run(SsdPath(kind))
+        want_y, want_final = bundle(*(x.float() for x in tensors)).run(SsdPath(kind))
+        assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+        assert_same(want_final, final)
+        assert_same(want_y.bfloat16(), y)
+
+
+def test_autocast_does_not_narrow_bundles():
+    """Under autocast, float32 bundles give the float32 result."""
+    for bundle, tensors in half_bundles():
+        wide = bundle(*(x.float() for x in tensors))
+        want = wide.serial_recalculated()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = wide.serial_recalculated()
+        assert_same(want[0], got[0])
+        assert_same(want[1], got[1])
+
+
+def test_learnable_state_under_vmap_equals_loop():
+    """A mapped learnable initial state gives each slice its own result."""
+    tensors, (initial, learnable) = mamba3_tensors(), states()
+    several = torch.stack([learnable, 2 * learnable])
+    run = lambda state: Mamba3DoubleSsdInput(*tensors, initial, state).serial_recalculated()  # noqa: E731
+    y, final = torch.func.vmap(run)(several)
+    for place in range(2):
+        want = run(several[place])
+        assert_same(want[0], y[place])
+        assert_same(want[1], final[place])

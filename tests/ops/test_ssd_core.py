@@ -12,7 +12,7 @@ from anymamba.ops.ssd.recalculated import core_backward
 from anymamba.ops.ssd.schema import SSD_CORE
 from anymamba.settings import override
 from golden import check_golden, golden_case
-from laws import assert_same, assert_ways_agree, rand, randn
+from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
 KINDS = ["minimal", "serial", "serial_recalculated"]
 
@@ -240,6 +240,82 @@ def test_one_enormous_step_does_not_blur_its_neighbours():
         assert_same(reference()(*wide)[0], y.to(torch.float64).float().double().to(torch.float32))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [64, 256])
+def test_weak_decay_behind_strong_decay_is_exact(kind, length):
+    """A stretch of strong decay does not blur what follows, in values or gradients."""
+    inputs = core_inputs(1, 256, dtype=torch.float32, decay=0.01)
+    inputs[1][:, 20:120] = -60.0
+    head = randn(1, 256, 1, 2, 3, seed=8)
+
+    def results(way, tensors):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        y, final = way(*leaves)
+        loss = (y * head.to(y.dtype)).sum() + final.sum()
+        return [y, final, *torch.autograd.grad(loss, leaves)]
+
+    want = results(reference(), [x.double() for x in inputs])
+    for expected, actual in zip(want, results(by(kind, length), inputs), strict=True):
+        assert error_of(expected, actual) < 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_final_state_holds_no_other_memory(kind):
+    """The returned state owns just its own values, so that a cache pins no sequence."""
+    final = by(kind, 2)(*core_inputs(s=50)).final_bhpr
+    assert final.untyped_storage().nbytes() == final.numel() * final.element_size()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_tensor_may_fill_two_arguments(kind):
+    """The same tensor as keys and queries works, compiled too, with the summed gradient."""
+    v, da, k, _, initial = core_inputs()
+    way = by(kind, 4)
+    both = lambda v, k: way(v, da, k, k, initial)  # noqa: E731
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert_ways_agree(lambda v, k: reference()(v, da, k, k, initial), both, [v, k])
+    assert_ways_agree(both, compiled, [v, k])
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (4,), (2, 3)])
+def test_gradient_of_some_inputs_only(wanted):
+    """Any subset of the inputs may ask for a gradient."""
+    grads = []
+    for way in (reference(), by("serial_recalculated", 3)):
+        inputs = core_inputs()
+        for place in wanted:
+            inputs[place].requires_grad_()
+        y, final = way(*inputs)
+        grads.append(torch.autograd.grad(y.sum() + final.sin().sum(), [inputs[i] for i in wanted]))
+    for want, got in zip(*grads, strict=True):
+        assert_same(want, got, "grad")
+
+
+def test_changing_an_input_before_backward_is_noticed():
+    """The recomputing backward refuses inputs that changed since the forward."""
+    inputs = [x.requires_grad_() for x in core_inputs()]
+    held = inputs[0].clone()
+    y, _ = by("serial_recalculated", 3)(held, *inputs[1:])
+    with torch.no_grad():
+        held.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["minimal", "serial_recalculated"])
+def test_compiled_code_refuses_bad_borders(kind):
+    """Borders are checked under the compiler too, when the graph runs."""
+    way = lambda *x: by(kind, 4, False, x[-1])(*x[:-1])  # noqa: E731
+    compiled = torch.compile(way, fullgraph=True, backend="eager")
+    inputs = core_inputs(1, rows=3)
+    assert_same(
+        way(*inputs, torch.tensor([0, 5, 5, 7]))[0],
+        compiled(*inputs, torch.tensor([0, 5, 5, 7]))[0],
+    )
+    with pytest.raises((RuntimeError, ValueError), match="cu_seqlens"):
+        compiled(*inputs, torch.tensor([0, 5, 3, 7]))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck(packed):
     """Schema, fake and bodies of both operators agree."""
@@ -247,8 +323,10 @@ def test_opcheck(packed):
     inputs = core_inputs(1, rows=3 if packed else None)
     grads = [randn(1, 7, 1, 2, 3, seed=6), randn(3 if packed else 1, 2, 3, 4, seed=7)]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(SSD_CORE.fwd_op, (*inputs, True, 4, cu_seqlens), test_utils=tests)
-    torch.library.opcheck(SSD_CORE.bwd_op, (*grads, *inputs, True, 4, cu_seqlens), test_utils=tests)
+    for tensors in (inputs, [x.mT.contiguous().mT for x in inputs], [x.bfloat16() for x in inputs]):
+        arguments = (*tensors, True, 4, cu_seqlens)
+        torch.library.opcheck(SSD_CORE.fwd_op, arguments, test_utils=tests)
+        torch.library.opcheck(SSD_CORE.bwd_op, (*grads, *arguments), test_utils=tests)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba.errors import AnyMambaError
+from anymamba.errors import AnyMambaError, NonFiniteError
 from anymamba.ops import (
     SsdPath,
     TrapezoidCoefficients,
@@ -27,6 +27,7 @@ from anymamba.ops import (
     trapezoid_scan,
     trapezoid_step,
 )
+from anymamba.settings import override
 from golden import check_golden, golden_case
 from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
@@ -376,7 +377,7 @@ def test_rejects_bad_input():
     coefficients = TrapezoidCoefficients(*rest[:3])
     with pytest.raises(AnyMambaError, match="pathway must be one of"):
         trapezoid_scan(v, b, c, coefficients, pathway="triple")
-    with pytest.raises(AnyMambaError, match=r"packed sequences is 2 in .* but 1 in ssm_qhpr"):
+    with pytest.raises(AnyMambaError, match="ssm_bhpr of the state must have shape"):
         trapezoid_scan(v, b, c, coefficients, TrapezoidState(rest[3][:1], *rest[4:]))
     with pytest.raises(AnyMambaError, match=r"b_bsmgr .* must accumulate"):
         trapezoid_scan(v, b.float(), c, coefficients)
@@ -386,3 +387,64 @@ def test_rejects_bad_input():
         trapezoid_fixed_point(
             v[:, 0], b[:, 0], c[:, 0], coefficients, angle_bha=v, quaternion_bhj4=v
         )
+
+
+@pytest.mark.parametrize("pathway", PATHWAYS)
+def test_half_types_compute_in_float32(pathway):
+    """Half coefficients and states are widened first; keys and values keep their dtype."""
+    inputs = [x.bfloat16() for x in scan_inputs(s=40)]
+    got = scan(pathway=pathway)(*inputs)
+    want = scan(pathway=pathway)(*(x.float() for x in inputs))
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert_same(want[0].bfloat16(), got[0])
+    assert_same(want[1], got[1])
+    coefficients = TrapezoidCoefficients(*(x[:, 0] for x in inputs[3:6]))
+    y, state = trapezoid_step(
+        *(x[:, 0] for x in inputs[:3]), coefficients, TrapezoidState(*inputs[6:])
+    )
+    assert (y.dtype, state.ssm_bhpr.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_returned_state_holds_no_other_memory():
+    """Keys and values of the last token are copies, not views of the sequence."""
+    for tensor in scan()(*scan_inputs(s=50))[1:]:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("pathway", PATHWAYS)
+def test_compiles_once_for_many_lengths(pathway):
+    """The whole scan needs at most 3 graphs for many lengths."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module, example):
+        graphs.append(module)
+        return torch._dynamo.backends.debugging.aot_eager(module, example)
+
+    compiled = torch.compile(scan(pathway=pathway), fullgraph=True, backend=backend)
+    for length in (12, 3, *range(20, 30)):
+        assert_ways_agree(scan(pathway=pathway), compiled, scan_inputs(s=length))
+    assert len(graphs) <= 3
+
+
+def test_vmap_and_double_backward():
+    """The composition of core and elementwise work maps and differentiates twice."""
+    inputs = scan_inputs(1, 3, 1, 2, 1, 2, 2)
+    mapped = torch.func.vmap(scan())(*(torch.stack([x, x.flip(1)]) for x in inputs))
+    for place, row in enumerate((inputs, [x.flip(1) for x in inputs])):
+        for want, got in zip(scan()(*row), mapped, strict=True):
+            assert_same(want, got[place])
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradgradcheck(lambda *x: scan()(*x)[:2], leaves)
+
+
+def test_guards_stand_at_every_door():
+    """With the guard on, NaN is named by the function and argument it entered by."""
+    v, b, c, *rest = scan_inputs()
+    coefficients = TrapezoidCoefficients(*rest[:3])
+    v[0, 0] = torch.nan
+    with override(deny_nan=True):
+        with pytest.raises(NonFiniteError, match="trapezoid_scan: v_bsmhp contains NaN"):
+            trapezoid_scan(v, b, c, coefficients)
+        with pytest.raises(NonFiniteError, match="trapezoid_coefficients: raw_dt"):
+            trapezoid_coefficients(v[..., 0], v[..., 0], v[..., 0], torch.zeros(4).double())

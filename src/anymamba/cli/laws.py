@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from anymamba.cli.scans import Scan
 from anymamba.ops import SsdPath
 
-__all__ = ["LAWS", "errors_of"]
+__all__ = ["LAWS", "distance", "errors_of"]
 
 Tensors = list[Tensor]
 
@@ -18,6 +19,12 @@ def errors_of(scan: Scan) -> dict[str, float | None]:
     """Return the largest relative error of each law against the loop over time."""
     want = _flat(scan.run(scan.tokens, scan.state, impl="reference"))
     return {name: law(scan, want) for name, law in LAWS.items()}
+
+
+def distance(scan: Scan, **how: Any) -> float:
+    """Return how far a way of running the whole scan lies from the loop over time."""
+    want = _flat(scan.run(scan.tokens, scan.state, impl="reference"))
+    return _distance(want, _flat(scan.run(scan.tokens, scan.state, **how)))
 
 
 def _flat(result: tuple[Tensor, Tensors]) -> Tensors:

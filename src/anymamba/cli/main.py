@@ -1,36 +1,62 @@
-"""Entry point of `anymamba` and `python -m anymamba`."""
+"""Entry point of `anymamba` and `python -m anymamba`.
 
-import argparse
+Exit codes: 0 all is well, 1 a check failed, 2 a wrong call or an error with a reason, 130 stopped
+by Ctrl-C. A reader that has had enough (`anymamba generate ... | head -1`) is no error.
+"""
+
+import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from anymamba.errors import AnyMambaError
 
 __all__ = ["main"]
 
+INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-1, 2 and 3 on any device.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    demo = commands.add_parser("demo", help="a tour: every scan, every way, what each costs")
-    demo.add_argument("--length", type=int, default=97, help="tokens in the equality table")
-    demo.add_argument("--size", type=int, default=1024, help="tokens in the cost tables")
-    demo.add_argument("--repeats", type=int, default=3, help="runs per median")
-    arguments = parser.parse_args(argv)
-    try:
-        from rich.console import Console
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        from anymamba import __version__
 
-        from anymamba.cli.demo import run_demo
+        sys.stdout.write(f"anymamba {__version__}\n")
+        return 0
+    try:
+        from anymamba.cli.commands import parse
+        from anymamba.cli.terminal import Terminal
     except ImportError as error:
-        sys.stderr.write(
-            f"anymamba demo: {error}. Install the extra: pip install 'anymamba[cli]'.\n"
-        )
+        sys.stderr.write(f"anymamba: {error}. Install the extra: pip install 'anymamba[cli]'\n")
         return 2
     try:
-        return run_demo(
-            Console(), length=arguments.length, size=arguments.size, repeats=arguments.repeats
-        )
-    except AnyMambaError as error:
-        sys.stderr.write(f"anymamba demo: {error}\n")
+        name, command = parse(arguments)
+    except SystemExit as end:  # --help, completion, or a wrong call that was explained
+        return end.code if isinstance(end.code, int) else 2
+    return _run(name, command, Terminal(name, command.json))
+
+
+def _run(name: str, command: Any, terminal: Any) -> int:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("anymamba: %(message)s"))
+    log = logging.getLogger("anymamba")
+    log.addHandler(handler)
+    try:
+        code = command.run(terminal)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere instead of failing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return INTERRUPTED
+    except (AnyMambaError, OSError, ImportError) as error:
+        sys.stderr.write(f"anymamba {name}: {error}\n")
+        terminal.document(ok=False, error={"type": type(error).__name__, "message": str(error)})
         return 2
+    finally:
+        log.removeHandler(handler)

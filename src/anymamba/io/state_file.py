@@ -1,13 +1,14 @@
-"""State files: the caches of a block or of a stack of blocks, on disk.
+"""State files: the state of a block, of a list of blocks or of a model, on disk.
 
 A state file is a safetensors file. Its tensors have the dotted names of `cache.to_tensors()`; in a
-stack each name is preceded by the place of its layer, as in `layers.0.ssm_bhpr`. The header says:
+list each name is preceded by the place of its block, as in a model: `layers.0.ssm_bhpr`. The header
+says:
 
 | key | value |
 |---|---|
 | `format` | `anymamba-state` |
 | `version` | `1` |
-| `types` | JSON: the type of the cache, or the list of types of a stack |
+| `types` | JSON: a type, a list of types, or `{"ModelCache": [types of the layers]}` |
 | `sizes` | JSON: the size of each letter of the layouts, or a list of such tables |
 | `checksum` | CRC-32 of the entries above and of every tensor; finds accidents, not forgeries |
 
@@ -19,7 +20,7 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,41 +28,55 @@ from torch import Tensor
 from anymamba.errors import CacheError, CheckpointError, ShapeError
 from anymamba.io.tensor_file import CODES, bytes_of, encode, write_atomically
 from anymamba.nn import (
+    BlockCache,
+    KVCache,
     Mamba1Cache,
     Mamba2Cache,
-    Mamba3Cache,
     Mamba3DoubleSsdCache,
     Mamba3SingleSsdCache,
+    ModelCache,
     RotationState,
 )
-from anymamba.notation import bind_dims
+from anymamba.notation import bind_dims, layout_of
 
 __all__ = ["load_state", "save_state"]
 
-Cache = Mamba1Cache | Mamba2Cache | Mamba3Cache
+State = BlockCache | ModelCache
 File = str | os.PathLike[str]
 
 FORMAT = "anymamba-state"
 VERSION = 1
 TYPES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Mamba1Cache, Mamba2Cache, Mamba3SingleSsdCache, Mamba3DoubleSsdCache)
+    for kind in (Mamba1Cache, Mamba2Cache, Mamba3SingleSsdCache, Mamba3DoubleSsdCache, KVCache)
 }
+MODEL = ModelCache.__name__
+# Fields that count tokens; all others are floating point.
+COUNTS = ("length_b", "position_b")
 
 
-def save_state(cache: Cache | Sequence[Cache], file: File) -> None:
-    """Write a cache, or the caches of a stack, to a state file; needs no extra package.
+class Description(NamedTuple):
+    """What a state consists of: the `types` and `sizes` of the header, and the tensors."""
+
+    types: Any
+    sizes: Any
+    tensors: dict[str, Tensor]
+
+
+def save_state(cache: State | Sequence[BlockCache], file: File) -> None:
+    """Write the state of a block, of a list of blocks or of a model to a file.
 
     The file appears whole or not at all: a crash while writing leaves an older file as it was.
-    Values are stored bit by bit. Gradients and the device are not part of a state.
+    Values are stored bit by bit. Gradients and the device are not part of a state. Writing needs no
+    extra package.
 
     Args:
-        cache: the state of one block, or a list or tuple of states.
+        cache: what `prefill` or `step` returned, or a list or tuple of such block states.
         file: where to write; an existing file is replaced, its folder must exist.
 
     Raises:
-        CacheError: not a cache, an empty list, or a cache that holds no values (meta device).
-        ShapeError: the tensors of the cache disagree in a size.
+        CacheError: not a state, an empty list, or a state that holds no values (meta device).
+        ShapeError: the tensors of the state disagree in a size.
         CheckpointError: the file cannot be written.
 
     Example:
@@ -72,36 +87,28 @@ def save_state(cache: Cache | Sequence[Cache], file: File) -> None:
         ...     load_state(f"{folder}/talk.state")[1]
         Mamba1Cache(conv_bik=[1, 8, 4] float32, ssm_bir=[1, 8, 16] float32)
     """
-    # A cache is itself a tuple, so only plain lists and tuples are stacks.
-    is_stack = type(cache) in (list, tuple)
-    layers: list[Any] = list(cache) if is_stack else [cache]
-    if not layers:
-        raise CacheError("save_state: a stack must have at least one cache; got an empty list.")
-    tensors: dict[str, Tensor] = {}
-    types, sizes = [], []
-    for place, layer in enumerate(layers):
-        types.append(_type_of(layer))
-        sizes.append(_sizes_of("save_state", layer))
-        prefix = f"layers.{place}." if is_stack else ""
-        tensors |= {prefix + name: tensor for name, tensor in layer.to_tensors().items()}
+    types, sizes, tensors = _describe("save_state", cache)
     facts = {
         "format": FORMAT,
         "version": str(VERSION),
-        "types": json.dumps(types if is_stack else types[0]),
-        "sizes": json.dumps(sizes if is_stack else sizes[0]),
+        "types": json.dumps(types),
+        "sizes": json.dumps(sizes),
     }
     facts["checksum"] = _checksum(facts, tensors)
     write_atomically("save_state", file, encode(tensors, facts))
 
 
-def load_state(file: File, device: torch.device | str | None = None) -> Cache | list[Cache]:
-    """Read a state file back: the cache that was saved, or the list of caches of a stack.
+def load_state(file: File, device: torch.device | str | None = None) -> Any:
+    """Read a state file back: the cache that was saved, or the list of caches.
 
     The tensors are copies of their own, so the file may be replaced or removed afterwards.
 
     Args:
         file: a file that `save_state` wrote.
         device: where the tensors go; the CPU when omitted.
+
+    Returns:
+        A cache of the type that was saved; for a list or tuple of caches, a list.
 
     Raises:
         CheckpointError: the file is missing, damaged, foreign or of a later version, or the extra
@@ -112,27 +119,18 @@ def load_state(file: File, device: torch.device | str | None = None) -> Cache | 
         types, sizes = json.loads(facts["types"]), json.loads(facts["sizes"])
     except (KeyError, ValueError, RecursionError) as error:
         _refuse(file, "its header is damaged", error)
-    is_stack = isinstance(types, list)
-    names = types if is_stack else [types]
-    groups = _by_layer(file, tensors, len(names)) if is_stack else [tensors]
-    built = [_build(file, name, group) for name, group in zip(names, groups, strict=True)]
-    found = [layer_sizes for _, layer_sizes in built]
-    if sizes != (found if is_stack else found[0]):
+    try:
+        state = _build(file, types, tensors)
+        found = _describe("load_state", state)
+    except (CacheError, ShapeError) as error:
+        _refuse(file, f"its tensors do not make up what its header says ({error})", error)
+    if sizes != found.sizes:
         _refuse(file, "its tensors have other sizes than its header says")
     if facts.get("checksum") != _checksum(facts, tensors):
         _refuse(file, "its checksum does not match: bytes were changed after it was written")
-    caches = [cache.to(device=device) for cache, _ in built]
-    return caches if is_stack else caches[0]
-
-
-def _type_of(cache: object) -> str:
-    name = type(cache).__name__
-    if TYPES.get(name) is not type(cache):
-        raise CacheError(
-            f"save_state: the state must be one of {', '.join(TYPES)}, or a list of those; "
-            f"got {name}. Pass what prefill or step returned."
-        )
-    return name
+    if isinstance(state, list):
+        return [cache.to(device=device) for cache in state]
+    return state.to(device=device)
 
 
 def _refuse(file: File, why: str, cause: BaseException | None = None) -> NoReturn:
@@ -142,29 +140,77 @@ def _refuse(file: File, why: str, cause: BaseException | None = None) -> NoRetur
     ) from cause
 
 
-def _sizes_of(where: str, cache: Any) -> dict[str, int]:
-    """Return the size of each letter; raise if the tensors contradict each other or the type."""
+def _describe(where: str, state: Any) -> Description:
+    """Take a state apart; raise if it is none, or if its tensors do not fit it."""
+    # A cache is itself a tuple, so only plain lists and tuples are lists of caches.
+    is_model = type(state) is ModelCache
+    if not is_model and type(state) not in (list, tuple):
+        return _describe_block(where, state)
+    layers = state.layers if is_model else state
+    if not layers:
+        raise CacheError(f"{where}: a list of states must not be empty. Pass at least one.")
+    parts = [_describe_block(where, layer) for layer in layers]
+    types: Any = [part.types for part in parts]
+    sizes = [part.sizes for part in parts]
+    tensors = {
+        f"layers.{place}.{name}": tensor
+        for place, part in enumerate(parts)
+        for name, tensor in part.tensors.items()
+    }
+    if is_model:
+        types = {MODEL: types}
+        tensors["position_b"] = state.position_b
+        _check_tensor(where, MODEL, "position_b", state.position_b)
+        rows = sorted({tensor.shape[0] for tensor in tensors.values()})
+        if len(rows) > 1:
+            raise ShapeError(f"{where}: all layers of a {MODEL} must have one batch; got {rows}.")
+    return Description(types, sizes, tensors)
+
+
+def _describe_block(where: str, cache: Any) -> Description:
     kind = type(cache).__name__
+    if TYPES.get(kind) is not type(cache):
+        raise CacheError(
+            f"{where}: a state must be a {MODEL}, one of {', '.join(TYPES)}, or a list of those; "
+            f"got {kind}. Pass what prefill or step returned."
+        )
     for name, value in zip(cache._fields, cache, strict=True):
-        is_rotation = isinstance(value, RotationState) and len(value.to_tensors()) == 1
-        if not (is_rotation if name == "rotation" else isinstance(value, Tensor)):
-            raise CacheError(
-                f"{where}: {name} of a {kind} must be a tensor, a rotation either angles or "
-                f"quaternions; got {value!r}."
-            )
+        if name == "rotation" and isinstance(value, RotationState):
+            for inner, tensor in value.to_tensors().items():
+                _check_tensor(where, kind, f"{name}.{inner}", tensor)
+            if len(value.to_tensors()) != 1:
+                raise CacheError(
+                    f"{where}: {name} of a {kind} must hold either angles or quaternions; "
+                    f"got {value}."
+                )
+        elif value is not None or name not in cache._field_defaults:
+            _check_tensor(where, kind, name, value)
     tensors: dict[str, Tensor] = cache.to_tensors()
-    for name, tensor in tensors.items():
-        if tensor.dtype not in CODES:
-            raise CacheError(
-                f"{where}: {name} of a {kind} must be one of {', '.join(map(str, CODES))}; "
-                f"got {tensor.dtype}. Cast it with cache.to(dtype=...)."
-            )
-        if tensor.device.type == "meta":
-            raise CacheError(
-                f"{where}: {name} of a {kind} must hold values; it is on the meta device. "
-                "Make the cache with block.empty_cache(batch_size) on a real device."
-            )
-    return bind_dims(f"{where}: {kind}", **tensors)
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    return Description(kind, bind_dims(f"{where}: {kind}", **filled), tensors)
+
+
+def _check_tensor(where: str, kind: str, name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CacheError(
+            f"{where}: {name} of a {kind} must be a tensor; got {type(tensor).__name__}."
+        )
+    dtypes = [torch.int64] if name in COUNTS else list(CODES)
+    if tensor.dtype not in dtypes:
+        raise CacheError(
+            f"{where}: {name} of a {kind} must be {' or '.join(map(str, dtypes))}; "
+            f"got {tensor.dtype}."
+        )
+    if tensor.device.type == "meta":
+        raise CacheError(
+            f"{where}: {name} of a {kind} must hold values; it is on the meta device. "
+            "Make the cache on a real device."
+        )
+    if tensor.dim() != len(layout_of(name)):
+        raise ShapeError(
+            f"{where}: {name} of a {kind} must have {len(layout_of(name))} axes; "
+            f"got shape {tuple(tensor.shape)}."
+        )
 
 
 def _checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
@@ -212,27 +258,29 @@ def _check_format(file: File, facts: dict[str, str]) -> None:
         _refuse(file, f"its version is {version!r}")
 
 
-def _by_layer(file: File, tensors: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    groups: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    places = {str(place): group for place, group in enumerate(groups)}
+def _build(file: File, types: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the state that `tensors` make up; raise on unknown types and wrong names."""
+    is_model = isinstance(types, dict) and list(types) == [MODEL]
+    layers = types[MODEL] if is_model else types
+    if not isinstance(layers, list):
+        return _kind(file, types).from_tensors(tensors)
+    groups: dict[str, dict[str, Tensor]] = {str(place): {} for place in range(len(layers))}
     for name, tensor in tensors.items():
         head, _, rest = name.partition(".")
         place, _, field = rest.partition(".")
-        if head != "layers" or place not in places:
-            _refuse(file, f"{name!r} belongs to none of its {count} layers")
-        places[place][field] = tensor
-    return groups
+        if head == "layers" and place in groups:
+            groups[place][field] = tensor
+        elif not (is_model and name == "position_b"):
+            _refuse(file, f"{name!r} belongs to none of its {len(layers)} layers")
+    pairs = zip(layers, groups.values(), strict=True)
+    caches = [_kind(file, kind).from_tensors(group) for kind, group in pairs]
+    return ModelCache(tuple(caches), tensors.get("position_b")) if is_model else caches  # pyright: ignore[reportArgumentType]
 
 
-def _build(file: File, name: object, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, int]]:
-    """Return the cache that `tensors` make up, and its sizes; raise if they do not fit the type."""
+def _kind(file: File, name: object) -> Any:
     if not isinstance(name, str) or name not in TYPES:
         raise CheckpointError(
-            f"load_state: {os.fspath(file)!r} must hold one of {', '.join(TYPES)}; got {name!r}. "
-            "It may come from a later anymamba: upgrade with pip install -U anymamba."
+            f"load_state: {os.fspath(file)!r} must hold a {MODEL} or any of {', '.join(TYPES)}; "
+            f"got {name!r}. It may come from a later anymamba: pip install -U anymamba."
         )
-    try:
-        cache = TYPES[name].from_tensors(tensors)
-        return cache, _sizes_of("load_state", cache)
-    except (CacheError, ShapeError) as error:
-        _refuse(file, f"its tensors do not make up a {name} ({error})", error)
+    return TYPES[name]

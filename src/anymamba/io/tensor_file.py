@@ -27,16 +27,15 @@ CODES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
+# States also count tokens; weights do not.
+_ALL_CODES = CODES | {torch.int64: "I64"}
 
 
 def bytes_of(tensor: Tensor) -> bytearray:
-    """Return a copy of the values in row-major order, whatever the strides and the device.
-
-    Args:
-        tensor: the values; at least one.
-    """
+    """Return a copy of the values in row-major order, whatever the strides and the device."""
     data = bytearray(tensor.numel() * tensor.element_size())
-    torch.frombuffer(data, dtype=tensor.dtype).copy_(tensor.detach().flatten())
+    if data:
+        torch.frombuffer(data, dtype=tensor.dtype).copy_(tensor.detach().flatten())
     return data
 
 
@@ -44,7 +43,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[b
     """Return the parts of a safetensors file: length of the header, header, values.
 
     Args:
-        tensors: what to store, by name; dtypes of `CODES`.
+        tensors: what to store, by name; dtypes of `CODES`, or int64.
         metadata: text entries of the header.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -54,7 +53,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[b
         parts.append(bytes_of(tensor))
         begin, end = end, end + len(parts[-1])
         header[name] = {
-            "dtype": CODES[tensor.dtype],
+            "dtype": _ALL_CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -14,6 +14,7 @@ from anymamba.nn.cache import (
     RotationState,
     join_rows,
 )
+from anymamba.nn.count import count_parameters, flops_per_token, state_bytes
 from anymamba.nn.mamba1 import Mamba
 from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
@@ -44,8 +45,11 @@ __all__ = [
     "RMSNormGated",
     "RotationState",
     "add_norm",
+    "count_parameters",
     "empty_model_cache",
+    "flops_per_token",
     "is_plain",
     "join_rows",
+    "state_bytes",
     "walk",
 ]

@@ -14,6 +14,7 @@ from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.ops import (
     SsdPath,
     accumulate_dtype,
+    rms_norm,
     selective_scan,
     selective_scan_step,
     softplus,
@@ -46,6 +47,8 @@ class Mamba(Block[Mamba1Cache]):
         layer_idx: place in a stack; needed with `inference_params`.
         device: of the parameters.
         dtype: of the parameters; `A_log` and `D` stay float32 beside half types.
+        bcdt_rms_eps: divide the raw dt, B and C by their root mean square, with this inside the
+            root, as FalconMamba does; no norm if None.
 
     Example:
         >>> block = Mamba(d_model=8, d_state=4)
@@ -73,6 +76,7 @@ class Mamba(Block[Mamba1Cache]):
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        bcdt_rms_eps: float | None = None,
         **unknown: Any,
     ) -> None:
         """Create the parameters with the official names, shapes and initialisation."""
@@ -86,12 +90,16 @@ class Mamba(Block[Mamba1Cache]):
             )
         if dt_init not in ("random", "constant"):
             raise ConfigError(f"{where}: dt_init must be 'random' or 'constant'; got {dt_init!r}.")
+        if bcdt_rms_eps is not None and not bcdt_rms_eps > 0:
+            raise ConfigError(
+                f"{where}: bcdt_rms_eps must be positive, or None for no norm; got {bcdt_rms_eps}."
+            )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sensitive = accumulate_dtype(dtype or torch.get_default_dtype())
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
         self.d_inner = int(expand * d_model)
         self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
-        self.layer_idx = layer_idx
+        self.layer_idx, self.bcdt_rms_eps = layer_idx, bcdt_rms_eps
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
         self.conv1d = short_convolution(self.d_inner, d_conv, conv_bias, **factory)
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **factory)
@@ -115,9 +123,10 @@ class Mamba(Block[Mamba1Cache]):
 
     def extra_repr(self) -> str:
         """Name the sizes."""
+        norm = "" if self.bcdt_rms_eps is None else f", bcdt_rms_eps={self.bcdt_rms_eps}"
         return (
             f"d_model={self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
-            f"d_conv={self.d_conv}, dt_rank={self.dt_rank}"
+            f"d_conv={self.d_conv}, dt_rank={self.dt_rank}{norm}"
         )
 
     def _fresh(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Mamba1Cache:
@@ -173,6 +182,9 @@ class Mamba(Block[Mamba1Cache]):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dt in the accumulate dtype, B and C."""
         raw, b, c = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        if self.bcdt_rms_eps is not None:
+            eps = self.bcdt_rms_eps
+            raw, b, c = (rms_norm(y, y.new_ones(y.shape[-1]), eps=eps) for y in (raw, b, c))
         compute = accumulate_dtype(x.dtype)
         if is_plain(self.dt_proj, nn.Linear):
             # The bias is large beside the product: add it in full precision.

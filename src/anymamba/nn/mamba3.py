@@ -256,8 +256,8 @@ class Mamba3(Block[Mamba3Cache]):
         x_last_bhp = self._last(x_bshp, cache.v_state_bhp, cu_seqlens)
         new = type(cache)(
             state.ssm_bhpr,
-            state.k_bmgr.to(cache.k_state_bmhr.dtype),
-            x_last_bhp.to(cache.v_state_bhp.dtype),
+            _own(state.k_bmgr, cache.k_state_bmhr.dtype),
+            _own(x_last_bhp, cache.v_state_bhp.dtype),
             rotation,
         )
         return self._finish(y_bsmhp, v_bsmhp, z), new
@@ -274,8 +274,8 @@ class Mamba3(Block[Mamba3Cache]):
         )
         new = type(cache)(
             state.ssm_bhpr,
-            state.k_bmgr.to(cache.k_state_bmhr.dtype),
-            x_bhp.to(cache.v_state_bhp.dtype),
+            _own(state.k_bmgr, cache.k_state_bmhr.dtype),
+            _own(x_bhp, cache.v_state_bhp.dtype),
             rotation,
         )
         return self._finish(y_bmhp, v_bmhp, z), new
@@ -341,3 +341,8 @@ class Mamba3(Block[Mamba3Cache]):
         else:
             y_hp = y_mhp.squeeze(-3)
         return self.out_proj(y_hp.to(dtype).flatten(-2))
+
+
+def _own(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a slice out of the projection, which a cache would otherwise keep alive as a whole."""
+    return view.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import BackendError
+from anymamba.ops.checks import guard
 from anymamba.ops.numerics import full_precision
 
 __all__ = ["LIBRARY", "Operator"]
@@ -87,6 +88,8 @@ class Operator:
         if torch.compiler.is_compiling() and not tracks:
             # Without gradients Dynamo would hand the Function's forward one argument too many.
             return _as_tuple(self.fwd_op(*args))
+        if torch.compiler.is_compiling():
+            args = _distinct(args)
         return self.function.apply(*args)
 
     def _fake_backward(self, *args: Any) -> Tensors:
@@ -103,6 +106,15 @@ class Operator:
         """Split a backward's arguments into output gradients, tensors and constants."""
         middle = self.outputs + self.width
         return args[: self.outputs], args[self.outputs : middle], args[middle:]
+
+
+def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a tensor that fills two arguments a second identity: Dynamo asks for distinct ones."""
+    seen: list[Any] = []
+    for arg in args:
+        repeated = isinstance(arg, Tensor) and any(arg is other for other in seen)
+        seen.append(arg.view_as(arg) if repeated else arg)
+    return tuple(seen)
 
 
 def _bare(body: Callable[..., Tensors], outputs: int) -> Callable[..., Any]:
@@ -130,6 +142,7 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
     width, outputs = operator.width, operator.outputs
     # Plain captures: a tracer follows functions and numbers, not an object of ours.
     fwd_op, bwd_op, eager_forward = operator.fwd_op, operator.bwd_op, operator.forward
+    name = operator.name
 
     def save(ctx: Any, inputs: Sequence[Any], tensors: int) -> None:
         # Borders are tensors too: save_for_backward is the only legal place for them.
@@ -185,9 +198,11 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
             args = load(ctx, width)
+            guard(name, **{f"grad_out_{place}": grad for place, grad in enumerate(grads)})
             # Dynamo cannot trace a Function inside a backward; the bare operator is enough there.
             body = bwd_op if torch.compiler.is_compiling() else Backward.apply
             result = body(*(grad.contiguous() for grad in grads), *args)
+            guard(name, **{f"grad_in_{place}": grad for place, grad in enumerate(result)})
             needed = [
                 grad if wanted else None
                 for grad, wanted in zip(result, ctx.needs_input_grad, strict=False)

@@ -8,10 +8,12 @@ only the kind of an `SsdPath`; the tensors fix the chunk length. A learnable ini
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from anymamba.errors import ConfigError
 from anymamba.notation import bind_dims
-from anymamba.ops.checks import guard
+from anymamba.ops.checks import check_one_precision, guard
 from anymamba.ops.ssd import SsdPath, add_skip, ssd_core
 from anymamba.ops.trapezoid import same_step
 
@@ -50,10 +52,18 @@ class _Bundle(ABC):
         """Raise on NaN or infinity in any field, if those guards are on."""
         guard(type(self).__name__, **vars(self))
 
-    def _start(self) -> Tensor:
+    def _compute(self, path: SsdPath) -> torch.dtype:
+        """Check the path and the fields' dtypes; return the dtype that sums and decays have."""
+        if not isinstance(path, SsdPath):
+            raise ConfigError(
+                f"{type(self).__name__}.run: path must be an SsdPath; got {type(path).__name__}."
+            )
+        return check_one_precision(type(self).__name__, **vars(self))
+
+    def _start(self, compute: torch.dtype) -> Tensor:
         if self.init_state_hpr is None:
             return self.initial_state_bhpr
-        return self.initial_state_bhpr + self.init_state_hpr
+        return self.initial_state_bhpr.to(compute) + self.init_state_hpr
 
     def _core(
         self,
@@ -70,14 +80,14 @@ class _Bundle(ABC):
             da_bnlh.flatten(1, 2),
             b_bnlmhr.flatten(1, 2),
             c_bnlmhr.flatten(1, 2),
-            self._start(),
+            self._start(self._compute(path)),
             strict=strict,
             path=SsdPath(path.kind, length * rank),
         )
         return y_bsmhp.unflatten(1, (count, length)), final_bhpr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mamba2SsdInput(_Bundle):
     """The Mamba-2 scan, cut into chunks; B and C per head."""
 
@@ -96,9 +106,10 @@ class Mamba2SsdInput(_Bundle):
 
     def run(self, path: SsdPath) -> tuple[Tensor, Tensor]:
         """Run by the algorithm of `path`; returns y_bnlhp and the final state."""
+        dt_bnlh = self.dt_bnlh.to(self._compute(path))
         y_bnlmhp, final_bhpr = self._core(
-            (self.dt_bnlh.unsqueeze(-1) * self.x_bnlhp).unsqueeze(3),
-            self.dt_bnlh * self.a_decay_h,
+            (dt_bnlh.unsqueeze(-1) * self.x_bnlhp).unsqueeze(3),
+            dt_bnlh * self.a_decay_h,
             self.b_bnlhr.unsqueeze(3),
             self.c_bnlhr.unsqueeze(3),
             path,
@@ -112,7 +123,7 @@ class Mamba2SsdInput(_Bundle):
     ssd_serial_recalculated = _Bundle.serial_recalculated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mamba3DoubleSsdInput(_Bundle):
     """One pass of the two-pass Mamba-3 scan; v is already weighted by gamma or by beta."""
 
@@ -138,7 +149,7 @@ class Mamba3DoubleSsdInput(_Bundle):
     double_ssd_serial_recalculated = _Bundle.serial_recalculated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mamba3SingleSsdInput(_Bundle):
     """The one-pass Mamba-3 scan; v is raw, the boundary seed is in the initial state."""
 
@@ -157,8 +168,9 @@ class Mamba3SingleSsdInput(_Bundle):
 
     def run(self, path: SsdPath) -> tuple[Tensor, Tensor]:
         """Run by the algorithm of `path`; returns y_bnlmhp and the final state."""
+        scale_bnlh = self.scale_bnlh.to(self._compute(path))
         y_bnlmhp, final_bhpr = self._core(
-            self.scale_bnlh[:, :, :, None, :, None] * self.v_bnlmhp,
+            scale_bnlh[:, :, :, None, :, None] * self.v_bnlmhp,
             self.da_bnlh,
             self.b_bnlmhr,
             self.c_bnlmhr,

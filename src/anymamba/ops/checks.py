@@ -25,6 +25,8 @@ def check_floats(
     Returns:
         The dtype to compute in.
     """
+    for name, tensor in (activations | (accumulators or {})).items():
+        _check_tensor(where, name, tensor)
     first_name, first = next((n, t) for n, t in activations.items() if t is not None)
     compute = _compute_dtype(where, first_name, first)
     for name, tensor in activations.items():
@@ -57,6 +59,11 @@ def _compute_dtype(where: str, name: str, tensor: Tensor) -> torch.dtype:
         raise DtypeError(f"{where}: {name}: {error}") from None
 
 
+def _check_tensor(where: str, name: str, tensor: object) -> None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise DtypeError(f"{where}: {name} must be a tensor; got {type(tensor).__name__}.")
+
+
 def check_groups(where: str, heads: int, groups: int) -> None:
     """Check that heads divide evenly over the groups of B and C."""
     if heads % groups:
@@ -72,9 +79,15 @@ def check_impl(where: str, impl: str) -> None:
 
 
 def guard(where: str, **tensors: Tensor | None) -> None:
-    """Raise `NonFiniteError` on NaN or infinity, if those guards are on; else do nothing."""
+    """Raise `NonFiniteError` on NaN or infinity, if those guards are on; else do nothing.
+
+    Traced and mapped tensors have no values to look at: guards are silent under `torch.compile`
+    and inside `torch.func` transforms.
+    """
     switches = settings.current()
     if not (switches.deny_nan or switches.deny_inf):
+        return
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
     for name, tensor in tensors.items():
         if tensor is None or tensor.device.type == "meta":
@@ -93,6 +106,8 @@ def check_one_precision(where: str, **tensors: Tensor | None) -> torch.dtype:
     Returns:
         The dtype to compute in.
     """
+    for name, tensor in tensors.items():
+        _check_tensor(where, name, tensor)
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first_name, first = next(iter(given.items()))
     compute = _compute_dtype(where, first_name, first)

@@ -4,9 +4,9 @@
 tokens `c[j] <= t < c[j+1]`; equal neighbours are an empty sequence. A packed call has batch 1 and
 one state row per sequence.
 
-All tables are made by tensor operations from sizes that are known without looking at the data, so
-packing never waits for a device: `chunk_table` reserves the largest number of chunks the borders
-could need.
+Tables are made by tensor operations. Borders are read once per operator, to check them and to count
+chunks; under a tracer, which has no values, `chunk_table` reserves the largest number of chunks the
+borders could need, and the check becomes an assertion of the device.
 """
 
 from itertools import pairwise
@@ -26,6 +26,7 @@ class Packing(NamedTuple):
     cu_seqlens: Tensor  # (q + 1,) borders, int64
     sequence_s: Tensor  # the sequence of each token
     position_s: Tensor  # the token's place in its sequence
+    borders: tuple[int, ...] | None  # the borders as numbers, unless traced
 
     @property
     def count(self) -> int:
@@ -77,17 +78,27 @@ def packing(
         raise PackingError(
             f"{where}: packed sequences lie end to end in one row, so batch must be 1; got {batch}."
         )
-    # Reading values would break a graph, and meta tensors have none.
-    if not torch.compiler.is_compiling() and cu_seqlens.device.type != "meta":
-        _check_borders(where, cu_seqlens, length)
+    numbers = None
+    if torch.compiler.is_compiling():
+        is_sound = (
+            (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
+        )
+        torch._assert_async(is_sound, f"{where}: cu_seqlens must rise from 0 to the length")
+    elif cu_seqlens.device.type != "meta" and not _is_mapped(cu_seqlens):
+        numbers = tuple(cu_seqlens.tolist())
+        _check_borders(where, numbers, length)
     borders = cu_seqlens.to(device=device, dtype=torch.int64)
     token_s = torch.arange(length, device=device)
     sequence_s = torch.searchsorted(borders, token_s, right=True) - 1
-    return Packing(borders, sequence_s, token_s - borders[sequence_s])
+    return Packing(borders, sequence_s, token_s - borders[sequence_s], numbers)
 
 
-def _check_borders(where: str, cu_seqlens: Tensor, length: int) -> None:
-    borders = cu_seqlens.tolist()
+def _is_mapped(cu_seqlens: Tensor) -> bool:
+    """Return whether a `torch.func` transform wraps the borders, so that they cannot be read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens)
+
+
+def _check_borders(where: str, borders: tuple[int, ...], length: int) -> None:
     if borders[0] != 0:
         raise PackingError(f"{where}: cu_seqlens must start at 0; got {borders[0]}.")
     if borders[-1] != length:
@@ -127,8 +138,11 @@ def chunk_table(pack: Packing, chunk_len: int) -> ChunkTable:
     """Cut a packed row into chunks of `chunk_len` that never cross a border."""
     length = pack.position_s.shape[0]
     device = pack.cu_seqlens.device
-    # sum of ceil(len / l) is at most s // l + q, whatever the borders are.
-    chunks = length // chunk_len + pack.count
+    if pack.borders is None:
+        # sum of ceil(len / l) is at most s // l + q, whatever the borders are.
+        chunks = length // chunk_len + pack.count
+    else:
+        chunks = sum(-(-(stop - start) // chunk_len) for start, stop in pairwise(pack.borders))
     per_sequence = (pack.length_q + chunk_len - 1) // chunk_len
     end_q = per_sequence.cumsum(0)
     start_q = end_q - per_sequence

@@ -218,7 +218,7 @@ def _slide(window_bvk: Tensor, x_bsv: Tensor) -> Tensor:
     """Return the last k columns of [window | x]."""
     width = window_bvk.shape[2]
     newest_bvs = x_bsv[:, -width:].transpose(1, 2).to(window_bvk.dtype)
-    return torch.cat([window_bvk, newest_bvs], 2)[:, :, -width:]
+    return torch.cat([window_bvk, newest_bvs], 2)[:, :, -width:].contiguous()
 
 
 def _packed(

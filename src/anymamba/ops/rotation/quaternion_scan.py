@@ -161,7 +161,7 @@ def _forward(increment_bshj4: Tensor, initial_qhj4: Tensor, cu_seqlens: Tensor |
         cum_4nlH[:, :, place] = cum_4nH
     last_qhj4 = cum_4nH.index_select(1, plan.last_q).movedim(0, -1).reshape(initial_qhj4.shape)
     final_qhj4 = torch.where(plan.is_empty_q[:, None, None, None], initial_qhj4, last_qhj4)
-    return plan.take_back(cum_4nlH, increment_bshj4), final_qhj4
+    return plan.take_back(cum_4nlH, increment_bshj4), final_qhj4.contiguous()
 
 
 def _chunk_gradients(

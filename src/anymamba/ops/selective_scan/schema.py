@@ -24,7 +24,7 @@ def _packing(constants: _Constants) -> Packing | None:
     cu_seqlens, sequence_s, position_s = constants[3:]
     if cu_seqlens is None or sequence_s is None or position_s is None:
         return None
-    return Packing(cu_seqlens, sequence_s, position_s)
+    return Packing(cu_seqlens, sequence_s, position_s, None)
 
 
 def _forward(u, dt, a, b, c, initial, *constants):

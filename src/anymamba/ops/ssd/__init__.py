@@ -12,6 +12,7 @@ from anymamba.ops.ssd.api import (
 )
 from anymamba.ops.ssd.path import Mamba2SsdPath, Mamba3SsdPath, SsdPath
 from anymamba.ops.ssd.stages import (
+    ChunkDecay,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
@@ -20,6 +21,7 @@ from anymamba.ops.ssd.stages import (
 )
 
 __all__ = [
+    "ChunkDecay",
     "CoreOutput",
     "Mamba2SsdPath",
     "Mamba3SsdPath",

@@ -1,4 +1,4 @@
-"""The adjoint of one chunk (README section 4): what `serial_recalculated` does in its backward."""
+"""The adjoint of a block of chunks (README section 4): the backward of `serial_recalculated`."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,19 @@ import torch
 from torch import Tensor
 
 from anymamba.ops.ssd.stages import (
-    fuse_rank,
-    k1_ssd_chunk_cumsum,
+    ChunkDecay,
     k2_ssd_bmm,
-    later,
     mix_by_head,
     outer_by_group,
-    pair_decay,
     read_by_group,
     weigh,
 )
 
-__all__ = ["CoreGradients", "chunk_adjoint"]
+__all__ = ["CoreGradients", "block_adjoint", "grown_outer"]
 
 
 class CoreGradients(NamedTuple):
-    """Gradients of the core's five tensors, in their order; of a sequence or of a chunk."""
+    """Gradients of the core's five tensors, in their order."""
 
     v: Tensor
     da: Tensor
@@ -31,130 +28,129 @@ class CoreGradients(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """What the (target, source) matrices of a chunk contribute."""
+    """What the (target, source) matrices of the chunks contribute."""
 
-    weight_bhfF: Tensor
-    own_bglmM: Tensor | None
-    grad_cb_bgfF: Tensor
-    grad_cum_bfh: Tensor | None  # only in the pairwise form
+    weight_hfF: Tensor  # only pairs with a later target
+    own_glmM: Tensor | None  # C B^T of each time with itself, unless strict
+    grad_cb_gfF: Tensor
+    grad_cum_fh: Tensor | None  # only in the pairwise form
 
 
-def chunk_adjoint(
-    grad_y_bfhp: Tensor,
-    v_bfhp: Tensor,
-    da_blh: Tensor,
-    b_bfgr: Tensor,
-    c_bfgr: Tensor,
-    entry_bhpr: Tensor,
-    exit_bhpr: Tensor,
-    grad_exit_bhpr: Tensor,
+def grown_outer(grad_y_fhp: Tensor, c_fgr: Tensor, decay: ChunkDecay) -> Tensor:
+    """Return what the outputs of a chunk send to the state it starts from: (..., h, p, r)."""
+    return outer_by_group(decay.grow(grad_y_fhp.shape[-3]) * grad_y_fhp, c_fgr)
+
+
+def block_adjoint(
+    grad_y_fhp: Tensor,
+    v_fhp: Tensor,
+    decay: ChunkDecay,
+    b_fgr: Tensor,
+    c_fgr: Tensor,
+    entry_hpr: Tensor,
+    exit_hpr: Tensor,
+    grad_exit_hpr: Tensor,
     strict: bool,
     pairwise: bool,
-) -> CoreGradients:
-    """Differentiate one chunk; the gradient of its entry state comes last.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Differentiate chunks whose states and state gradients are known; any leading axes.
 
     Args:
-        grad_y_bfhp: gradient of the chunk's output.
-        v_bfhp: values, as all inputs here in the compute dtype.
-        da_blh: log-decays.
-        b_bfgr: keys.
-        c_bfgr: queries.
-        entry_bhpr: state before the chunk.
-        exit_bhpr: state after the chunk.
-        grad_exit_bhpr: gradient of the state after the chunk.
+        grad_y_fhp: gradient of the output.
+        v_fhp: values, as all inputs here in the compute dtype.
+        decay: running log-decays.
+        b_fgr: keys.
+        c_fgr: queries.
+        entry_hpr: states before the chunks.
+        exit_hpr: states after the chunks.
+        grad_exit_hpr: gradients of the states after the chunks.
         strict: whether a token leaves itself out of its output.
         pairwise: sum the decay's gradient over pairs instead of using the short identity.
-    """
-    length, fused = da_blh.shape[1], v_bfhp.shape[1]
-    cum_bhl, end_bh = k1_ssd_chunk_cumsum(da_blh)
-    pairs = _pair_terms(grad_y_bfhp, v_bfhp, b_bfgr, c_bfgr, cum_bhl, strict, pairwise)
-    grow_bfh1 = fuse_rank(cum_bhl, fused).exp().mT.unsqueeze(-1)
-    fade_bfh1 = fuse_rank(end_bh.unsqueeze(-1) - cum_bhl, fused).exp().mT.unsqueeze(-1)
 
-    carried_bfhp = read_by_group(c_bfgr, entry_bhpr).mul_(grow_bfh1)
-    from_exit_bfhp = read_by_group(b_bfgr, grad_exit_bhpr).mul_(fade_bfh1)
-    if pairs.grad_cum_bfh is None:
+    Returns:
+        Gradients of v, da, b and c.
+    """
+    fused, length = v_fhp.shape[-3], decay.rest_hl.shape[-1]
+    pairs = _pair_terms(grad_y_fhp, v_fhp, b_fgr, c_fgr, decay, strict, pairwise)
+    grow_fh1, fade_fh1 = decay.grow(fused), decay.fade(fused)
+
+    carried_fhp = read_by_group(c_fgr, entry_hpr).mul_(grow_fh1)
+    from_exit_fhp = read_by_group(b_fgr, grad_exit_hpr).mul_(fade_fh1)
+    if pairs.grad_cum_fh is None:
         # README 4.2: output and value gradient already hold all the sums over pairs.
-        y_bfhp = carried_bfhp.add_(mix_by_head(pairs.weight_bhfF, v_bfhp))
-        grad_v_bfhp = from_exit_bfhp.add_(mix_by_head(pairs.weight_bhfF.mT, grad_y_bfhp))
-        grad_cum_bfh = y_bfhp.mul_(grad_y_bfhp).sum(-1) - (v_bfhp * grad_v_bfhp).sum(-1)
-        grad_end_bh = (grad_exit_bhpr * exit_bhpr).sum((-1, -2))
+        y_fhp = carried_fhp.add_(mix_by_head(pairs.weight_hfF, v_fhp))
+        grad_v_fhp = from_exit_fhp.add_(mix_by_head(pairs.weight_hfF.mT, grad_y_fhp))
+        grad_cum_fh = y_fhp.mul_(grad_y_fhp).sum(-1) - (v_fhp * grad_v_fhp).sum(-1)
+        grad_end_h = (grad_exit_hpr * exit_hpr).sum((-1, -2))
     else:
         # README 4.3: every term by itself, no cancellation.
-        left_bfh = (from_exit_bfhp * v_bfhp).sum(-1)
-        grad_v_bfhp = from_exit_bfhp.add_(mix_by_head(pairs.weight_bhfF.mT, grad_y_bfhp))
-        grad_cum_bfh = pairs.grad_cum_bfh + carried_bfhp.mul_(grad_y_bfhp).sum(-1) - left_bfh
-        kept_bh = (grad_exit_bhpr * entry_bhpr).sum((-1, -2)) * end_bh.exp()
-        grad_end_bh = left_bfh.sum(1) + kept_bh
+        left_fh = (from_exit_fhp * v_fhp).sum(-1)
+        grad_v_fhp = from_exit_fhp.add_(mix_by_head(pairs.weight_hfF.mT, grad_y_fhp))
+        grad_cum_fh = pairs.grad_cum_fh + carried_fhp.mul_(grad_y_fhp).sum(-1) - left_fh
+        kept_h = (grad_exit_hpr * entry_hpr).sum((-1, -2)) * decay.end().exp()
+        grad_end_h = left_fh.sum(-2) + kept_h
 
-    if pairs.own_bglmM is not None:
-        grad_v_bfhp += _mix_own(pairs.own_bglmM, grad_y_bfhp)
-    grad_cb_bgfF = pairs.grad_cb_bgfF
-    del pairs, carried_bfhp  # the largest matrices of the chunk; what follows does not need them
-    grad_b_bfgr = _mix_by_group(grad_cb_bgfF.mT, c_bfgr)
-    grad_b_bfgr += _back_by_group(fade_bfh1 * v_bfhp, grad_exit_bhpr, b_bfgr)
-    grown_grad_bfhp = grow_bfh1 * grad_y_bfhp
-    grad_c_bfgr = _mix_by_group(grad_cb_bgfF, b_bfgr)
-    grad_c_bfgr += _back_by_group(grown_grad_bfhp, entry_bhpr, c_bfgr)
-    grad_cum_blh = grad_cum_bfh.unflatten(1, (length, -1)).sum(2)
-    grad_cum_blh[:, -1] += grad_end_bh
-
-    grad_entry_bhpr = outer_by_group(grown_grad_bfhp, c_bfgr)
-    grad_entry_bhpr.addcmul_(end_bh.exp()[..., None, None], grad_exit_bhpr)
-    grad_da_blh = grad_cum_blh.flip(1).cumsum(1).flip(1)
-    return CoreGradients(grad_v_bfhp, grad_da_blh, grad_b_bfgr, grad_c_bfgr, grad_entry_bhpr)
+    if pairs.own_glmM is not None:
+        grad_v_fhp += _mix_own(pairs.own_glmM, grad_y_fhp)
+    grad_cb_gfF = pairs.grad_cb_gfF
+    del pairs, carried_fhp  # the largest matrices of the block; what follows does not need them
+    grad_b_fgr = _mix_by_group(grad_cb_gfF.mT, c_fgr)
+    grad_b_fgr += _back_by_group(fade_fh1 * v_fhp, grad_exit_hpr, b_fgr)
+    grad_c_fgr = _mix_by_group(grad_cb_gfF, b_fgr)
+    grad_c_fgr += _back_by_group(grow_fh1 * grad_y_fhp, entry_hpr, c_fgr)
+    grad_cum_lh = grad_cum_fh.unflatten(-2, (length, -1)).sum(-2)
+    grad_cum_lh[..., -1, :] += grad_end_h
+    return grad_v_fhp, grad_cum_lh.flip(-2).cumsum(-2).flip(-2), grad_b_fgr, grad_c_fgr
 
 
 def _pair_terms(
-    grad_y_bfhp: Tensor,
-    v_bfhp: Tensor,
-    b_bfgr: Tensor,
-    c_bfgr: Tensor,
-    cum_bhl: Tensor,
+    grad_y_fhp: Tensor,
+    v_fhp: Tensor,
+    b_fgr: Tensor,
+    c_fgr: Tensor,
+    decay: ChunkDecay,
     strict: bool,
     pairwise: bool,
 ) -> _Pairs:
-    """Form the matrices of a chunk, with the pairs of a time with itself kept apart.
+    """Form the matrices of the chunks, with the pairs of a time with itself kept apart.
 
     Those pairs do not decay, so they must not enter the decay's gradient: there they would cancel
     only up to rounding, and swamp a small gradient (README section 5).
     """
-    length = cum_bhl.shape[-1]
-    decay_bhll = pair_decay(cum_bhl, later(length, cum_bhl.device), strict=True)
-    cb_bgfF = k2_ssd_bmm(c_bfgr, b_bfgr)
-    weight_bhfF = weigh(cb_bgfF, decay_bhll)
-    grad_weight_bhfF = grad_y_bfhp.transpose(1, 2) @ v_bfhp.permute(0, 2, 3, 1)
-    grad_cum_bfh = None
+    between_hll = decay.between(strict=True)
+    cb_gfF = k2_ssd_bmm(c_fgr, b_fgr)
+    weight_hfF = weigh(cb_gfF, between_hll)
+    grad_weight_hfF = grad_y_fhp.transpose(-3, -2) @ v_fhp.movedim(-3, -1)
+    grad_cum_fh = None
     if pairwise:
-        both_bhfF = grad_weight_bhfF * weight_bhfF
-        grad_cum_bfh = (both_bhfF.sum(-1) - both_bhfF.sum(-2)).mT
-    batch, heads, fused, _ = weight_bhfF.shape
-    groups, rank = b_bfgr.shape[2], fused // length
-    by_time = (length, rank, length, rank)
-    own_bglmM = None
+        both_hfF = grad_weight_hfF * weight_hfF
+        grad_cum_fh = (both_hfF.sum(-1) - both_hfF.sum(-2)).mT
+    *lead, heads, fused, _ = weight_hfF.shape
+    groups, length = b_fgr.shape[-2], between_hll.shape[-1]
+    by_time = (length, fused // length, length, fused // length)
+    own_glmM = None
     if not strict:
-        own_bglmM = cb_bgfF.view(batch, groups, *by_time).diagonal(0, 2, 4).permute(0, 1, 4, 2, 3)
-        decay_bhll.diagonal(0, -1, -2).fill_(1)
-    grad_weight_bhfF.view(batch, heads, *by_time).mul_(decay_bhll[:, :, :, None, :, None])
-    by_group = grad_weight_bhfF.view(batch, groups, heads // groups, fused, fused)
-    return _Pairs(weight_bhfF, own_bglmM, by_group.sum(2), grad_cum_bfh)
+        own_glmM = cb_gfF.view(*lead, groups, *by_time).diagonal(0, -4, -2).movedim(-1, -3)
+        between_hll.diagonal(0, -1, -2).fill_(1)
+    grad_weight_hfF.view(*lead, heads, *by_time).mul_(between_hll[..., :, None, :, None])
+    by_group = grad_weight_hfF.view(*lead, groups, heads // groups, fused, fused)
+    return _Pairs(weight_hfF, own_glmM, by_group.sum(-3), grad_cum_fh)
 
 
-def _mix_own(own_bglmM: Tensor, grad_y_bfhp: Tensor) -> Tensor:
+def _mix_own(own_glmM: Tensor, grad_y_fhp: Tensor) -> Tensor:
     """Send output gradients back to the values of the same time, across ranks."""
-    batch, groups, length, rank, _ = own_bglmM.shape
-    heads, width = grad_y_bfhp.shape[2:]
-    grad_y_blmgi = grad_y_bfhp.reshape(batch, length, rank, groups, -1)
-    grad_v_blMgi = torch.einsum("bglmM,blmgi->blMgi", own_bglmM, grad_y_blmgi)
-    return grad_v_blMgi.reshape(batch, length * rank, heads, width)
+    *lead, groups, length, rank, _ = own_glmM.shape
+    grad_y_lmgi = grad_y_fhp.reshape(*lead, length, rank, groups, -1)
+    grad_v_lMgi = torch.einsum("...glmM,...lmgi->...lMgi", own_glmM, grad_y_lmgi)
+    return grad_v_lMgi.reshape(grad_y_fhp.shape)
 
 
-def _mix_by_group(weight_bgfF: Tensor, x_bFgr: Tensor) -> Tensor:
-    return (weight_bgfF @ x_bFgr.transpose(1, 2)).transpose(1, 2)
+def _mix_by_group(weight_gfF: Tensor, x_Fgr: Tensor) -> Tensor:
+    return (weight_gfF @ x_Fgr.transpose(-3, -2)).transpose(-3, -2)
 
 
-def _back_by_group(rows_bfhp: Tensor, state_bhpr: Tensor, like_bfgr: Tensor) -> Tensor:
-    """Contract rows with a state over heads and widths: the adjoint of `read_by_group`."""
-    batch, fused, groups, size = like_bfgr.shape
-    rows_bgfi = rows_bfhp.reshape(batch, fused, groups, -1).transpose(1, 2)
-    return (rows_bgfi @ state_bhpr.reshape(batch, groups, -1, size)).transpose(1, 2)
+def _back_by_group(rows_fhp: Tensor, state_hpr: Tensor, like_fgr: Tensor) -> Tensor:
+    """Contract rows with states over heads and widths: the adjoint of `read_by_group`."""
+    *lead, fused, groups, size = like_fgr.shape
+    rows_gfi = rows_fhp.reshape(*lead, fused, groups, -1).transpose(-3, -2)
+    return (rows_gfi @ state_hpr.reshape(*lead, groups, -1, size)).transpose(-3, -2)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.errors import ShapeError
+from anymamba.errors import ConfigError, ShapeError
 from anymamba.notation import bind_dims
 from anymamba.ops.checks import check_groups, check_one_precision, guard
 from anymamba.ops.numerics import full_precision
@@ -100,6 +100,8 @@ def ssd_core(
         cu_seqlens,
         dims["s"],
     )
+    if path is not None and not isinstance(path, SsdPath):
+        raise ConfigError(f"{where}: path must be an SsdPath; got {type(path).__name__}.")
     chosen = select_impl(where, impl, path)
     guard(
         where,
@@ -199,10 +201,12 @@ def ssd(
         tensor([1., 2.])
     """
     where = "ssd"
-    bind_dims(where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr)
+    dims = bind_dims(where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr)
+    check_groups(where, dims["h"], dims["g"])
     compute = check_one_precision(
         where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr, skip=skip
     )
+    guard(where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr, skip=skip)
     dt_bsh = dt_bsh.to(compute)
     y_bsmhp, final_bhpr = ssd_core(
         (dt_bsh.unsqueeze(-1) * x_bshp).unsqueeze(2),
@@ -240,8 +244,16 @@ def ssd_step(
     )
     check_groups(where, dims["h"], dims["g"])
     compute = check_one_precision(
-        where, x_bhp=x_bhp, dt_bh=dt_bh, a_h=a_h, b_bgr=b_bgr, c_bgr=c_bgr, state=state_bhpr
+        where,
+        x_bhp=x_bhp,
+        dt_bh=dt_bh,
+        a_h=a_h,
+        b_bgr=b_bgr,
+        c_bgr=c_bgr,
+        skip=skip,
+        state=state_bhpr,
     )
+    guard(where, x_bhp=x_bhp, dt_bh=dt_bh, a_h=a_h, b_bgr=b_bgr, c_bgr=c_bgr, state=state_bhpr)
     dt_bh = dt_bh.to(compute)
     b_bhr, c_bhr = (
         z.to(compute).repeat_interleave(dims["h"] // dims["g"], 1) for z in (b_bgr, c_bgr)

@@ -38,7 +38,8 @@ class Chunks(NamedTuple):
                 return cls(sequence // chunk_len + 1, chunk_len, rank, compute, None)
             return cls(-(-sequence // chunk_len), chunk_len, rank, compute, None)
         pack = packing("ssd_core", cu_seqlens, batch, sequence, v_bsmhp.device)
-        length = min(chunk_len, sequence)
+        # Each sequence pads its last chunk: many short sequences want short chunks.
+        length = min(chunk_len, 2 * -(-sequence // pack.count), sequence)
         table = chunk_table(pack, length)
         return cls(table.sequence_n.shape[0], length, rank, compute, table)
 

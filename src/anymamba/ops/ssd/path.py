@@ -46,8 +46,12 @@ class SsdPath:
         """Check the algorithm's name and the chunk length."""
         if self.kind not in KINDS:
             raise ConfigError(f"SsdPath: kind must be one of {KINDS}; got {self.kind!r}.")
-        if self.chunk_len is not None and self.chunk_len < 1:
-            raise ConfigError(f"SsdPath: chunk_len must be at least 1; got {self.chunk_len}.")
+        if self.chunk_len is not None and (
+            not isinstance(self.chunk_len, int) or self.chunk_len < 1
+        ):
+            raise ConfigError(
+                f"SsdPath: chunk_len must be a whole number of at least 1; got {self.chunk_len}."
+            )
 
     def __repr__(self) -> str:
         """Write the path as the call that makes it."""
@@ -55,7 +59,11 @@ class SsdPath:
 
     @classmethod
     def minimal(cls, l: int | None = None) -> "SsdPath":
-        """Batched matrix products only; transparent to compilers."""
+        """Batched matrix products only; transparent to compilers.
+
+        The states of all chunks meet in one product, so a NaN spreads to every token, earlier ones
+        and other packed sequences included; the serial algorithms keep it where it is.
+        """
         return cls("minimal", l)
 
     @classmethod

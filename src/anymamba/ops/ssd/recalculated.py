@@ -1,9 +1,9 @@
-"""The recomputing algorithm: chunk by chunk forward, and its adjoint chunk by chunk backward.
+"""The recomputing algorithm: block by block forward, and its adjoint block by block backward.
 
-Nothing larger than one chunk's (b, h, f, f) matrix exists at any time. The backward keeps no
+Nothing larger than one block's (b, n, h, f, f) matrices exists at any time. The backward keeps no
 intermediate of the forward. It needs the state at the start of every chunk: a first pass recomputes
-them and keeps every k-th one, a second pass refills one span of k chunks at a time, so that about
-2 * sqrt(n) states are alive instead of n (README section 4).
+them and keeps that of every k-th block, a second pass refills one span of k blocks at a time, so
+that about 2 * sqrt(n) states are alive instead of n (README section 4).
 
 These bodies run inside an operator, without autograd; in-place updates are safe here.
 """
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anymamba.ops.ssd.adjoint import CoreGradients, chunk_adjoint
+from anymamba.ops.ssd.adjoint import CoreGradients, block_adjoint, grown_outer
 from anymamba.ops.ssd.stages import (
+    ChunkDecay,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
@@ -24,6 +25,8 @@ from anymamba.ops.ssd.stages import (
 from anymamba.ops.ssd.walk import Walk
 
 __all__ = ["core_backward", "core_forward"]
+
+Tensors = list[Tensor]
 
 
 def core_forward(
@@ -36,23 +39,22 @@ def core_forward(
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run K1 to K5 one chunk at a time."""
+    """Run K1 to K5 one block at a time."""
     walk = Walk(v_bsmhp, chunk_len, cu_seqlens)
     initial = walk.rows(initial_bhpr)
     y_bsmhp = walk.buffer(v_bsmhp)
-    final_bhpr = initial_bhpr.to(walk.chunks.compute, copy=True)
+    final_bhpr = _zeros(initial_bhpr, walk)
     carry = None
-    for place in range(walk.count):
-        v_bfhp, b_bfgr, c_bfgr = (walk.fused(x, place) for x in (v_bsmhp, b_bsmgr, c_bsmgr))
-        cum_bhl, end_bh = k1_ssd_chunk_cumsum(walk.timed(da_bsh, place))
-        entry_bhpr = walk.at_start(place, carry, initial)
-        cb_bgfF = k2_ssd_bmm(c_bfgr, b_bfgr)
-        y_bfhp = k5_ssd_chunk_scan(cum_bhl, v_bfhp, c_bfgr, cb_bgfF, entry_bhpr, strict)
-        walk.write(y_bsmhp, place, y_bfhp)
-        made_bhpr = k3_ssd_chunk_state(v_bfhp, b_bfgr, cum_bhl, end_bh)
-        carry = made_bhpr.addcmul_(end_bh.exp()[..., None, None], entry_bhpr)
-        final_bhpr = walk.keep_final(final_bhpr, place, carry)
-    return y_bsmhp, final_bhpr
+    for block in walk.blocks:
+        v, b, c = (walk.fused(x, block) for x in (v_bsmhp, b_bsmgr, c_bsmgr))
+        decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
+        made_bnhpr = k3_ssd_chunk_state(v, b, decay)
+        entries, exits = _pass_on(walk, block, made_bnhpr, decay, carry, initial)
+        y = k5_ssd_chunk_scan(decay, v, c, k2_ssd_bmm(c, b), _joined(entries), strict)
+        walk.write(y_bsmhp, block, y)
+        carry = exits[-1]
+        final_bhpr = walk.keep_finals(final_bhpr, block, exits)
+    return y_bsmhp, walk.fill_empty(final_bhpr, initial)
 
 
 def core_backward(
@@ -67,64 +69,115 @@ def core_backward(
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> CoreGradients:
-    """Walk the chunks from right to left (README section 4)."""
+    """Walk the blocks from right to left (README section 4)."""
     walk = Walk(v_bsmhp, chunk_len, cu_seqlens)
     grad_v, grad_da, grad_b, grad_c = (walk.buffer(x) for x in (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr))
     grad_final = walk.rows(grad_final_bhpr)
-    grad_initial = torch.zeros_like(initial_bhpr, dtype=walk.chunks.compute)
+    grad_initial = _zeros(initial_bhpr, walk)
     # The short form of the decay's gradient cancels; half types get the long one.
     pairwise = any(x.dtype != walk.chunks.compute for x in (v_bsmhp, b_bsmgr, c_bsmgr))
     carry = None
-    states = _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr)
-    for place, entry_bhpr, exit_bhpr in states:
-        chunk = chunk_adjoint(
-            walk.fused(grad_y_bsmhp, place),
-            walk.fused(v_bsmhp, place),
-            walk.timed(da_bsh, place),
-            walk.fused(b_bsmgr, place),
-            walk.fused(c_bsmgr, place),
-            entry_bhpr,
-            exit_bhpr,
-            walk.at_end(place, carry, grad_final),
+    for block, entries, exits in _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr):
+        grad_y, v, b, c = (walk.fused(x, block) for x in (grad_y_bsmhp, v_bsmhp, b_bsmgr, c_bsmgr))
+        decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
+        grad_exits, grad_entries = _pass_back(
+            walk, block, grown_outer(grad_y, c, decay), decay, carry, grad_final
+        )
+        grads = block_adjoint(
+            grad_y,
+            v,
+            decay,
+            b,
+            c,
+            _joined(entries),
+            _joined(exits),
+            _joined(grad_exits),
             strict,
             pairwise,
         )
-        walk.write(grad_v, place, chunk.v)
-        walk.write(grad_da, place, chunk.da)
-        walk.write(grad_b, place, chunk.b)
-        walk.write(grad_c, place, chunk.c)
-        carry = chunk.initial
-        grad_initial = walk.keep_initial(grad_initial, place, carry)
+        for target, piece in zip((grad_v, grad_da, grad_b, grad_c), grads, strict=True):
+            walk.write(target, block, piece)
+        carry = grad_entries[0]
+        grad_initial = walk.keep_initials(grad_initial, block, grad_entries)
     grad_initial = walk.fill_empty(grad_initial, grad_final)
     return CoreGradients(grad_v, grad_da, grad_b, grad_c, grad_initial.to(initial_bhpr.dtype))
 
 
+def _zeros(state_bhpr: Tensor, walk: Walk) -> Tensor:
+    # Contiguous whatever the argument is: the fake says so.
+    return torch.zeros(state_bhpr.shape, dtype=walk.chunks.compute, device=state_bhpr.device)
+
+
+def _joined(states: Tensors) -> Tensor:
+    """Lay the states of a block's chunks side by side: (b, n, h, p, r)."""
+    return states[0].unsqueeze(1) if len(states) == 1 else torch.stack(states, 1)
+
+
+def _pass_on(
+    walk: Walk,
+    block: range,
+    made_bnhpr: Tensor,
+    decay: ChunkDecay,
+    carry: Tensor | None,
+    initial: Tensor,
+) -> tuple[Tensors, Tensors]:
+    """K4: return the states before and after each chunk of a block."""
+    keep_bnh11 = decay.end().exp()[..., None, None]
+    entries, exits = [], []
+    for offset, place in enumerate(block):
+        entry = walk.at_start(place, carry, initial)
+        carry = torch.addcmul(made_bnhpr[:, offset], keep_bnh11[:, offset], entry)
+        entries.append(entry)
+        exits.append(carry)
+    return entries, exits
+
+
+def _pass_back(
+    walk: Walk,
+    block: range,
+    own_bnhpr: Tensor,
+    decay: ChunkDecay,
+    carry: Tensor | None,
+    grad_final: Tensor,
+) -> tuple[Tensors, Tensors]:
+    """Return the gradients of the states after and before each chunk, right to left inside."""
+    keep_bnh11 = decay.end().exp()[..., None, None]
+    grad_exits, grad_entries = [], []
+    for place in reversed(block):
+        offset = place - block.start
+        grad_exit = walk.at_end(place, carry, grad_final)
+        carry = torch.addcmul(own_bnhpr[:, offset], keep_bnh11[:, offset], grad_exit)
+        grad_exits.insert(0, grad_exit)
+        grad_entries.insert(0, carry)
+    return grad_exits, grad_entries
+
+
 def _states_reversed(
     walk: Walk, v_bsmhp: Tensor, da_bsh: Tensor, b_bsmgr: Tensor, initial_bhpr: Tensor
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (chunk, its entry state, its exit state) from the last chunk to the first."""
+) -> Iterator[tuple[range, Tensors, Tensors]]:
+    """Yield (block, states before, states after its chunks) from the last block to the first."""
     initial = walk.rows(initial_bhpr)
 
-    def advance(place: int, carry: Tensor | None) -> tuple[Tensor, Tensor]:
-        entry_bhpr = walk.at_start(place, carry, initial)
-        cum_bhl, end_bh = k1_ssd_chunk_cumsum(walk.timed(da_bsh, place))
-        v_bfhp, b_bfgr = walk.fused(v_bsmhp, place), walk.fused(b_bsmgr, place)
-        made_bhpr = k3_ssd_chunk_state(v_bfhp, b_bfgr, cum_bhl, end_bh)
-        return entry_bhpr, made_bhpr.addcmul_(end_bh.exp()[..., None, None], entry_bhpr)
+    def advance(block: range, carry: Tensor | None) -> tuple[Tensors, Tensors]:
+        decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
+        made = k3_ssd_chunk_state(walk.fused(v_bsmhp, block), walk.fused(b_bsmgr, block), decay)
+        return _pass_on(walk, block, made, decay, carry, initial)
 
-    span = math.isqrt(walk.count)
-    spans = -(-walk.count // span)
-    starts: list[Tensor | None] = [None]
+    span = math.isqrt(len(walk.blocks))
+    starts: list[Tensor | None] = []
     carry = None
-    for place in range((spans - 1) * span):
-        carry = advance(place, carry)[1]
-        if (place + 1) % span == 0:
+    last_span = (len(walk.blocks) - 1) // span * span
+    for place, block in enumerate(walk.blocks[:last_span]):
+        if place % span == 0:
             starts.append(carry)
-    for start in range((spans - 1) * span, -1, -span):
+        carry = advance(block, carry)[1][-1]
+    starts.append(carry)
+    for first in range(last_span, -1, -span):
         carry = starts.pop()
-        states = []
-        for place in range(start, min(start + span, walk.count)):
-            entry_bhpr, carry = advance(place, carry)
-            states.append((place, entry_bhpr, carry))
-        while states:
-            yield states.pop()
+        refilled = []
+        for block in walk.blocks[first : first + span]:
+            entries, exits = advance(block, carry)
+            carry = exits[-1]
+            refilled.append((block, entries, exits))
+        while refilled:
+            yield refilled.pop()

@@ -56,11 +56,11 @@ def ssd_core_minimal(
 
 def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Tensor, Tensor]:
     v_bnfhp, b_bnfgr, c_bnfgr = (chunks.fused(x) for x in (v, b, c))
-    cum_bnhl, end_bnh = k1_ssd_chunk_cumsum(chunks.timed(da))
+    decay = k1_ssd_chunk_cumsum(chunks.timed(da))
     cb_bngfF = k2_ssd_bmm(c_bnfgr, b_bnfgr)
-    made_bnhpr = k3_ssd_chunk_state(v_bnfhp, b_bnfgr, cum_bnhl, end_bnh)
-    entry_bnhpr, final_bhpr = pass_on(made_bnhpr, end_bnh, initial_bhpr.to(chunks.compute))
-    y_bnfhp = k5_ssd_chunk_scan(cum_bnhl, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, strict)
+    made_bnhpr = k3_ssd_chunk_state(v_bnfhp, b_bnfgr, decay)
+    entry_bnhpr, final_bhpr = pass_on(made_bnhpr, decay.end(), initial_bhpr.to(chunks.compute))
+    y_bnfhp = k5_ssd_chunk_scan(decay, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, strict)
     return chunks.unfused(y_bnfhp, v), final_bhpr
 
 
@@ -70,7 +70,8 @@ def _product(made_bnhpr: Tensor, end_bnh: Tensor, initial_bhpr: Tensor) -> tuple
     end_bNh = torch.cat([torch.zeros_like(end_bnh[:, :1]), end_bnh], 1)
     decay_bhnN = _border_decay(end_bNh.transpose(1, 2))
     states_bnhpr = torch.einsum("bhnN,bNhpr->bnhpr", decay_bhnN, made_bNhpr)
-    return states_bnhpr[:, :-1], states_bnhpr[:, -1]
+    # A copy: the final state must not keep all the others alive.
+    return states_bnhpr[:, :-1], states_bnhpr[:, -1].clone()
 
 
 def _border_decay(end_hn: Tensor, same_nn: Tensor | None = None) -> Tensor:

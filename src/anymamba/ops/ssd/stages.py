@@ -8,10 +8,13 @@ heads of a group ride in one matrix product as extra columns.
 Formulas: README section 3.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 __all__ = [
+    "ChunkDecay",
     "fuse_rank",
     "k1_ssd_chunk_cumsum",
     "k2_ssd_bmm",
@@ -19,25 +22,69 @@ __all__ = [
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
     "later",
-    "pair_decay",
 ]
 
-# Below these exponents exp() is exactly zero, subnormal numbers included. Clamping there changes
-# no decay and keeps one enormous step from drowning its neighbours in the running sum.
+# Below these exponents exp() is exactly zero, subnormal numbers included: clamping there changes
+# no decay, and bounds the running sum.
 _VANISHING = {torch.float32: -120.0, torch.float64: -800.0}
+# Log-decays are split into multiples of 1 / 64 and a rest. Sums of multiples are exact in float32
+# up to 2^18, which is 2184 steps of the strongest decay.
+_UNITS = 64.0
 
 
-def k1_ssd_chunk_cumsum(da_lh: Tensor) -> tuple[Tensor, Tensor]:
-    """K1: running log-decay inside each chunk.
+class ChunkDecay(NamedTuple):
+    """Running log-decay of a chunk, in two parts so that differences do not cancel.
 
-    Args:
-        da_lh: log-decay of each step; (..., l, h).
-
-    Returns:
-        cum (..., h, l) and its value at the chunk's end (..., h).
+    `cum = whole + rest`. Late in a chunk with strong decay cum is large, and the difference of two
+    of them would lose the small decay between neighbours. The whole parts are exact multiples of
+    1 / 64, so their difference is exact; the rests are small (README section 5).
     """
-    cum_hl = da_lh.clamp(min=_VANISHING[da_lh.dtype]).transpose(-1, -2).cumsum(-1)
-    return cum_hl, cum_hl[..., -1]
+
+    whole_hl: Tensor
+    rest_hl: Tensor
+
+    def grow(self, fused: int) -> Tensor:
+        """Return exp(cum) for each fused position: (..., f, h, 1)."""
+        return _by_position(self.whole_hl + self.rest_hl, fused)
+
+    def fade(self, fused: int) -> Tensor:
+        """Return exp(end - cum) for each fused position: (..., f, h, 1)."""
+        to_end_hl = self.whole_hl[..., -1:] - self.whole_hl
+        return _by_position(to_end_hl + (self.rest_hl[..., -1:] - self.rest_hl), fused)
+
+    def end(self) -> Tensor:
+        """Return the log-decay of the whole chunk: (..., h)."""
+        return self.whole_hl[..., -1] + self.rest_hl[..., -1]
+
+    def between(self, strict: bool) -> Tensor:
+        """Return exp(cum[t] - cum[s]) where t > s, else 0; on the diagonal 1 unless strict.
+
+        Masked before the exponential: above the diagonal the difference is positive and may
+        overflow. The diagonal is a constant, not exp(0): it would otherwise send two large
+        gradients into the running sum that cancel only approximately (README section 5).
+
+        Returns:
+            (..., h, l, l).
+        """
+        whole, rest = self.whole_hl, self.rest_hl
+        gap_hll = whole.unsqueeze(-1) - whole.unsqueeze(-2)
+        gap_hll = gap_hll.add_(rest.unsqueeze(-1)).sub_(rest.unsqueeze(-2))
+        is_later_ll = later(whole.shape[-1], whole.device)
+        decay_hll = gap_hll.masked_fill_(~is_later_ll, -torch.inf).exp_()
+        if strict:
+            return decay_hll
+        return decay_hll + torch.eye(whole.shape[-1], dtype=whole.dtype, device=whole.device)
+
+
+def k1_ssd_chunk_cumsum(da_lh: Tensor) -> ChunkDecay:
+    """K1: running log-decay inside each chunk, from the log-decay of each step (..., l, h)."""
+    da_hl = da_lh.clamp(min=_VANISHING[da_lh.dtype]).transpose(-1, -2)
+    whole_hl = (da_hl.detach() * _UNITS).round() / _UNITS
+    return ChunkDecay(whole_hl.cumsum(-1), (da_hl - whole_hl).cumsum(-1))
+
+
+def _by_position(log_hl: Tensor, fused: int) -> Tensor:
+    return fuse_rank(log_hl.exp(), fused).mT.unsqueeze(-1)
 
 
 def k2_ssd_bmm(c_fgr: Tensor, b_fgr: Tensor) -> Tensor:
@@ -45,10 +92,9 @@ def k2_ssd_bmm(c_fgr: Tensor, b_fgr: Tensor) -> Tensor:
     return c_fgr.transpose(-3, -2) @ b_fgr.movedim(-3, -1)
 
 
-def k3_ssd_chunk_state(v_fhp: Tensor, b_fgr: Tensor, cum_hl: Tensor, end_h: Tensor) -> Tensor:
+def k3_ssd_chunk_state(v_fhp: Tensor, b_fgr: Tensor, decay: ChunkDecay) -> Tensor:
     """K3: the state a chunk would leave behind if it started from zero: (..., h, p, r)."""
-    fade_fh1 = fuse_rank(end_h.unsqueeze(-1) - cum_hl, v_fhp.shape[-3]).exp().mT.unsqueeze(-1)
-    return outer_by_group(fade_fh1 * v_fhp, b_fgr)
+    return outer_by_group(decay.fade(v_fhp.shape[-3]) * v_fhp, b_fgr)
 
 
 def k4_ssd_state_passing(
@@ -69,7 +115,7 @@ def k4_ssd_state_passing(
 
 
 def k5_ssd_chunk_scan(
-    cum_hl: Tensor,
+    decay: ChunkDecay,
     v_fhp: Tensor,
     c_fgr: Tensor,
     cb_gfF: Tensor,
@@ -77,32 +123,13 @@ def k5_ssd_chunk_scan(
     strict: bool,
 ) -> Tensor:
     """K5: the output, from the entry state and from the chunk's own tokens: (..., f, h, p)."""
-    grow_fh1 = fuse_rank(cum_hl, v_fhp.shape[-3]).exp().mT.unsqueeze(-1)
-    carried_fhp = grow_fh1 * read_by_group(c_fgr, entry_hpr)
-    decay_hll = pair_decay(cum_hl, later(cum_hl.shape[-1], cum_hl.device), strict)
-    return carried_fhp + mix_by_head(weigh(cb_gfF, decay_hll), v_fhp)
+    carried_fhp = decay.grow(v_fhp.shape[-3]) * read_by_group(c_fgr, entry_hpr)
+    return carried_fhp + mix_by_head(weigh(cb_gfF, decay.between(strict)), v_fhp)
 
 
 def later(length: int, device: torch.device) -> Tensor:
     """Return which (target, source) times have the target later: the strict lower triangle."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
-
-
-def pair_decay(cum_hl: Tensor, later_ll: Tensor, strict: bool) -> Tensor:
-    """Return exp(cum[t] - cum[s]) where t > s, one on the diagonal unless strict, else zero.
-
-    Masked before the exponential: above the diagonal the difference is positive and may overflow.
-    The diagonal is a constant, not exp(0): it would otherwise send two large gradients into the
-    running sum that cancel only approximately (README section 5).
-
-    Returns:
-        (..., h, l, l).
-    """
-    gap_hll = cum_hl.unsqueeze(-1) - cum_hl.unsqueeze(-2)
-    decay_hll = gap_hll.masked_fill(~later_ll, -torch.inf).exp()
-    if strict:
-        return decay_hll
-    return decay_hll + torch.eye(cum_hl.shape[-1], dtype=cum_hl.dtype, device=cum_hl.device)
 
 
 def fuse_rank(x_l: Tensor, fused: int) -> Tensor:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError
-from anymamba.ops.numerics import accumulate_dtype, clamp_dt, positive_decay, softplus
+from anymamba.errors import ConfigError, ShapeError
+from anymamba.ops.checks import check_one_precision, guard
+from anymamba.ops.numerics import clamp_dt, positive_decay, softplus
 from anymamba.ops.packing import Packing
 
 __all__ = ["TrapezoidCoefficients", "lookahead_scale", "trapezoid_coefficients"]
@@ -70,9 +71,19 @@ def trapezoid_coefficients(
         >>> [float(x) for x in trapezoid_coefficients(zero, zero, zero, zero)][1:]
         [-0.6931471824645996, 0.5]
     """
+    where = "trapezoid_coefficients"
     if a_floor <= 0:
-        raise ConfigError(f"trapezoid_coefficients: a_floor must be positive; got {a_floor}.")
-    compute = accumulate_dtype(raw_dt.dtype)
+        raise ConfigError(f"{where}: a_floor must be positive; got {a_floor}.")
+    compute = check_one_precision(
+        where, raw_dt=raw_dt, raw_a=raw_a, raw_lam=raw_lam, dt_bias_h=dt_bias_h
+    )
+    if not raw_dt.shape == raw_a.shape == raw_lam.shape or dt_bias_h.shape != raw_dt.shape[-1:]:
+        raise ShapeError(
+            f"{where}: raw_dt, raw_a and raw_lam must have one shape (..., h) and dt_bias_h (h,); "
+            f"got {tuple(raw_dt.shape)}, {tuple(raw_a.shape)}, {tuple(raw_lam.shape)} and "
+            f"{tuple(dt_bias_h.shape)}."
+        )
+    guard(where, raw_dt=raw_dt, raw_a=raw_a, raw_lam=raw_lam, dt_bias_h=dt_bias_h)
     dt = clamp_dt(softplus(raw_dt.to(compute) + dt_bias_h.to(compute)), dt_limit)
     decay = positive_decay(raw_a.to(compute), a_activation).clamp(min=a_floor)
     return TrapezoidCoefficients(dt, -dt * decay, raw_lam.to(compute).sigmoid())

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError
+from anymamba.errors import ConfigError, ShapeError
 from anymamba.notation import bind_dims
+from anymamba.ops.checks import check_one_precision, guard
 from anymamba.ops.numerics import full_precision
-from anymamba.ops.rotation import quaternion_multiply
+from anymamba.ops.rotation import PAIRINGS, quaternion_multiply
 from anymamba.ops.trapezoid.coefficients import TrapezoidCoefficients
 
 __all__ = ["trapezoid_fixed_point"]
@@ -53,7 +54,30 @@ def trapezoid_fixed_point(
         angle_bha=angle_bha,
         quaternion_bhj4=quaternion_bhj4,
     )
-    compute = coefficients.da.dtype
+    compute = check_one_precision(
+        where,
+        v_bmhp=v_bmhp,
+        b_bmhr=b_bmhr,
+        c_bmhr=c_bmhr,
+        angle_bha=angle_bha,
+        quaternion_bhj4=quaternion_bhj4,
+        **coefficients._asdict(),
+    )
+    if pairing not in PAIRINGS:
+        raise ConfigError(f"{where}: pairing must be one of {PAIRINGS}; got {pairing!r}.")
+    size = b_bmhr.shape[-1]
+    if angle_bha is not None and (size % 2 or 2 * angle_bha.shape[-1] > size):
+        raise ShapeError(
+            f"{where}: {angle_bha.shape[-1]} angles turn twice as many entries of an even state; "
+            f"got a state of {size}."
+        )
+    if quaternion_bhj4 is not None and 4 * quaternion_bhj4.shape[2] > size:
+        raise ShapeError(
+            f"{where}: {quaternion_bhj4.shape[2]} blocks turn four times as many entries; "
+            f"got a state of {size}."
+        )
+    guard(where, v_bmhp=v_bmhp, b_bmhr=b_bmhr, c_bmhr=c_bmhr, **coefficients._asdict())
+    coefficients = TrapezoidCoefficients(*(x.to(compute) for x in coefficients))
     key_bmhr = b_bmhr.to(compute)
     plain_bmhr = _plain_gain(coefficients)[:, None, :, None] * key_bmhr
     if angle_bha is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError
+from anymamba.errors import CacheError, ConfigError, ShapeError
 from anymamba.notation import bind_dims
 from anymamba.ops.checks import check_groups, check_one_precision, guard
 from anymamba.ops.numerics import full_precision
@@ -91,6 +91,7 @@ def trapezoid_scan(
     compute = check_one_precision(
         where, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, **coefficients._asdict()
     )
+    coefficients = TrapezoidCoefficients(*(x.to(compute) for x in coefficients))
     chosen = select_impl(where, impl, path)
     pack = None
     if cu_seqlens is not None:
@@ -109,8 +110,10 @@ def trapezoid_scan(
             y_bsmhp, ssm_bhpr = run(
                 v_bsmhp, b_bsmgr, c_bsmgr, coefficients, state, pack, path, cu_seqlens
             )
+    guard(where, y_bsmhp=y_bsmhp, ssm_bhpr=ssm_bhpr)
     if pack is None:
-        last = TrapezoidState(ssm_bhpr, b_bsmgr[:, -1], v_bsmhp[:, -1])
+        # Copies: a view would keep the whole sequence alive.
+        last = TrapezoidState(ssm_bhpr, b_bsmgr[:, -1].clone(), v_bsmhp[:, -1].clone())
     else:
         last = TrapezoidState(
             ssm_bhpr, pack.last(b_bsmgr, state.k_bmgr), pack.last(v_bsmhp, state.v_bmhp)
@@ -126,6 +129,7 @@ def _state(
     b_bsmgr: Tensor,
     compute: torch.dtype,
 ) -> TrapezoidState:
+    """Check a given state, its sum widened for computing, or make an empty one."""
     rank, heads, width = v_bsmhp.shape[2:]
     groups, size = b_bsmgr.shape[3:]
     if state is None:
@@ -134,16 +138,22 @@ def _state(
             b_bsmgr.new_zeros(rows, rank, groups, size),
             v_bsmhp.new_zeros(rows, rank, heads, width),
         )
-    bind_dims(
-        where,
-        rows_qmhp=v_bsmhp.new_empty(1).expand(rows, rank, heads, width),
-        ssm_qhpr=state.ssm_bhpr,
-        k_qmgr=state.k_bmgr,
-        v_qmhp=state.v_bmhp,
-        keys_gr=b_bsmgr[0, 0, 0],
+    if not isinstance(state, TrapezoidState):
+        raise CacheError(f"{where}: state must be a TrapezoidState; got {type(state).__name__}.")
+    wanted = (
+        (rows, heads, width, size),
+        (rows, rank, groups, size),
+        (rows, rank, heads, width),
     )
-    check_one_precision(where, v_bsmhp=v_bsmhp, **state._asdict())
-    return state
+    for (name, tensor), shape in zip(state._asdict().items(), wanted, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(
+                f"{where}: {name} of the state must have shape {shape}; got "
+                f"{tuple(tensor.shape)}. Its first axis is the batch, or the packed sequences."
+            )
+    check_one_precision(where, values=v_bsmhp, **state._asdict())
+    guard(where, **state._asdict())
+    return state._replace(ssm_bhpr=state.ssm_bhpr.to(compute))
 
 
 def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):
@@ -171,7 +181,7 @@ def _double(v, b, c, coefficients, state, pack, path, cu_seqlens):
         coefficients.da,
         b,
         c,
-        state.ssm_bhpr.to(coefficients.da.dtype),
+        state.ssm_bhpr,
         **shared,
     )
     previous, made = ssd_core(
@@ -227,12 +237,23 @@ def _outer(v_bmhp: Tensor, k_bmgr: Tensor, weight_bh: Tensor) -> Tensor:
     """Return weight * sum over ranks of v k^T: (b, h, p, r)."""
     heads, groups = v_bmhp.shape[2], k_bmgr.shape[2]
     k_bmhr = k_bmgr.to(weight_bh.dtype).repeat_interleave(heads // groups, 2)
-    weighted_bmhp = weight_bh[:, None, :, None] * v_bmhp
+    weighted_bmhp = weight_bh[:, None, :, None] * v_bmhp.to(weight_bh.dtype)
     return torch.einsum("bmhp,bmhr->bhpr", weighted_bmhp, k_bmhr)
 
 
 def same_step(gamma_bsh: Tensor, v_bsmhp: Tensor, b_bsmgr: Tensor, c_bsmgr: Tensor) -> Tensor:
     """Return each token's own part of the output: `gamma sum_q' (c_q . b_q') v_q'`."""
+    where = "same_step"
+    dims = bind_dims(where, gamma_bsh=gamma_bsh, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr)
+    check_groups(where, dims["h"], dims["g"])
+    dtype = check_one_precision(
+        where, gamma_bsh=gamma_bsh, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr
+    )
+    with full_precision(v_bsmhp):
+        return _same_step(gamma_bsh.to(dtype), v_bsmhp.to(dtype), b_bsmgr, c_bsmgr)
+
+
+def _same_step(gamma_bsh: Tensor, v_bsmhp: Tensor, b_bsmgr: Tensor, c_bsmgr: Tensor) -> Tensor:
     dtype = gamma_bsh.dtype
     heads, groups = v_bsmhp.shape[3], b_bsmgr.shape[3]
     if v_bsmhp.shape[2] == 1:
@@ -276,6 +297,9 @@ def trapezoid_step(
         **coefficients._asdict(),
         **state._asdict(),
     )
+    guard(where, value=v_bmhp, b_bmgr=b_bmgr, c_bmgr=c_bmgr, **coefficients._asdict())
+    coefficients = TrapezoidCoefficients(*(x.to(compute) for x in coefficients))
+    state = state._replace(ssm_bhpr=state.ssm_bhpr.to(compute))
     with full_precision(v_bmhp):
         own_bhpr = _outer(v_bmhp, b_bmgr, coefficients.gamma)
         before_bhpr = boundary_seed(
@@ -284,4 +308,5 @@ def trapezoid_step(
         ssm_bhpr = torch.addcmul(own_bhpr, coefficients.da.exp()[..., None, None], before_bhpr)
         c_bmhr = c_bmgr.to(compute).repeat_interleave(dims["h"] // dims["g"], 2)
         y_bmhp = torch.einsum("bhpr,bmhr->bmhp", ssm_bhpr, c_bmhr)
+    guard(where, y_bmhp=y_bmhp, ssm_bhpr=ssm_bhpr)
     return TrapezoidOutput(y_bmhp.to(v_bmhp.dtype), TrapezoidState(ssm_bhpr, b_bmgr, v_bmhp))

@@ -1,0 +1,222 @@
+"""Rows that decode together: what was asked for, and the state of the work."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from anymamba.errors import ConfigError, NonFiniteError, ShapeError
+from anymamba.generate.prompts import Progress, read_prompts
+from anymamba.generate.sampling import (
+    SamplingConfig,
+    penalize_counts,
+    penalize_repetition,
+    pick,
+    row_generators,
+)
+from anymamba.models import MambaLM
+from anymamba.nn import ModelCache
+
+__all__ = ["Batch", "Options", "Processor", "Request", "Row", "Stop", "request_of"]
+
+Stop = Callable[[list[int]], bool]
+Processor = Callable[[list[int], Tensor], Tensor]
+
+
+class Options(TypedDict, total=False):
+    """The optional arguments of `generate`, where they are described."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int | Sequence[int]
+    stop_ids: Iterable[int]
+    stop: Stop | Sequence[Stop] | None
+    processors: Sequence[Processor]
+    cache: ModelCache | None
+    prefill_chunk: int
+    progress: Progress | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for, checked."""
+
+    where: str
+    max_new_tokens: int
+    sampling: SamplingConfig
+    seed: int | Sequence[int] = 0
+    stop_ids: Iterable[int] = ()
+    stop: Stop | Sequence[Stop] | None = None
+    processors: Sequence[Processor] = ()
+    cache: ModelCache | None = None
+    prefill_chunk: int = 2048
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        """Check the sizes and the kinds of the stop conditions."""
+        for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{self.where}: {name} must be an integer of at least {least}; got {value!r}."
+                )
+        is_list = isinstance(self.stop_ids, Iterable)
+        if not is_list or not all(isinstance(token, int) for token in self.stop_ids):
+            raise ConfigError(
+                f"{self.where}: stop_ids must be a list of token ids; got {self.stop_ids!r}. For "
+                "stop strings pass stop=, a function of the new ids."
+            )
+        for name, functions in (("stop", self.stops), ("processors", self.processors)):
+            if not all(callable(function) for function in functions):
+                raise ConfigError(
+                    f"{self.where}: {name} must be a function or a list of functions; "
+                    f"got {getattr(self, name)!r}."
+                )
+
+    @property
+    def stops(self) -> Sequence[Stop]:
+        """The stop conditions on ids."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if callable(self.stop) else self.stop
+
+    def finish_of(self, ids: list[int]) -> str | None:
+        """Say why a row with these new ids is finished, or None."""
+        if ids[-1] in self.stop_ids or any(stop(ids) for stop in self.stops):
+            return "stop"
+        return "length" if len(ids) >= self.max_new_tokens else None
+
+
+def request_of(where: str, max_new_tokens: int, **options: Unpack[Options]) -> Request:
+    """Sort the options into those of sampling and the rest, and check both."""
+    names = {field.name for field in fields(SamplingConfig)}
+    sampling = SamplingConfig(**{n: v for n, v in options.items() if n in names})  # pyright: ignore[reportArgumentType]
+    rest = {name: value for name, value in options.items() if name not in names}
+    if isinstance(ids := rest.get("stop_ids"), Iterable):
+        # Made once: an iterator would be empty at the second look.
+        rest["stop_ids"] = frozenset(ids)
+    return Request(where=where, max_new_tokens=max_new_tokens, sampling=sampling, **rest)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class Row:
+    """One prompt's continuation."""
+
+    place: int
+    random: torch.Generator
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Batch:
+    """The unfinished rows, their state, and the logits for their next tokens."""
+
+    def __init__(
+        self, lm: MambaLM, prompts: list[list[int]], request: Request, logprobs: bool
+    ) -> None:
+        """Read the prompts."""
+        self.lm, self.request, self.with_logprobs = lm, request, logprobs
+        generators = row_generators(request.seed, len(prompts))
+        self.rows = [Row(place, random) for place, random in enumerate(generators)]
+        logits_bw, self.cache = read_prompts(
+            request.where, lm, prompts, request.cache, request.prefill_chunk, request.progress
+        )
+        self.logits_bw = self._real(logits_bw)
+        self.seen_bw = self.counts_bw = None
+        if request.sampling.repetition_penalty != 1:
+            self.seen_bw = torch.zeros_like(self.logits_bw, dtype=torch.bool)
+            for row, prompt in enumerate(prompts):
+                self.seen_bw[row, sorted(set(prompt))] = True
+        if request.sampling.counts_tokens:
+            self.counts_bw = torch.zeros_like(self.logits_bw)
+
+    def draw(self) -> None:
+        """Choose the next token of every row, append it, and say which rows are finished."""
+        logits_bw = self._processed(self._penalized(self.logits_bw))
+        self._check(logits_bw)
+        ids_b = pick(logits_bw, self.request.sampling, [row.random for row in self.rows])
+        for row, token in zip(self.rows, ids_b.tolist(), strict=True):
+            row.ids.append(token)
+            row.finish = self.request.finish_of(row.ids)
+        if self.with_logprobs:
+            chosen_b = self.logits_bw.log_softmax(-1).gather(-1, ids_b[:, None]).squeeze(-1)
+            for row, value in zip(self.rows, chosen_b.tolist(), strict=True):
+                row.logprobs.append(value)
+        if self.seen_bw is not None:
+            self.seen_bw.scatter_(-1, ids_b[:, None], True)
+        if self.counts_bw is not None:
+            one = torch.ones_like(self.counts_bw[:, :1])
+            self.counts_bw.scatter_add_(-1, ids_b[:, None], one)
+
+    def feed(self) -> None:
+        """Run the newest token of every row through the model."""
+        newest = [row.ids[-1] for row in self.rows]
+        ids_b = torch.tensor(newest, device=self.logits_bw.device)
+        logits_bw, self.cache = self.lm.step(ids_b, self.cache)
+        self.logits_bw = self._real(logits_bw)
+
+    def keep(self, places: list[int]) -> None:
+        """Go on with the rows at these places only."""
+        self.rows = [self.rows[place] for place in places]
+        self.cache = self.cache.rows(places)
+        self.logits_bw = self.logits_bw[places]
+        self.seen_bw = None if self.seen_bw is None else self.seen_bw[places]
+        self.counts_bw = None if self.counts_bw is None else self.counts_bw[places]
+
+    def _real(self, logits_bw: Tensor) -> Tensor:
+        """Cut off the padding of the vocabulary, so that nothing can choose from it."""
+        logits_bw = logits_bw[:, : self.lm.config.vocab_size]
+        return logits_bw if logits_bw.dtype == torch.float64 else logits_bw.float()
+
+    def _penalized(self, logits_bw: Tensor) -> Tensor:
+        sampling = self.request.sampling
+        if self.seen_bw is not None:
+            logits_bw = penalize_repetition(logits_bw, self.seen_bw, sampling.repetition_penalty)
+        if self.counts_bw is not None:
+            logits_bw = penalize_counts(
+                logits_bw, self.counts_bw, sampling.frequency_penalty, sampling.presence_penalty
+            )
+        return logits_bw
+
+    def _processed(self, logits_bw: Tensor) -> Tensor:
+        if not self.request.processors:
+            return logits_bw
+        rows = []
+        for row, logits_w in zip(self.rows, logits_bw, strict=True):
+            # A copy: a processor may write into it, and log-probabilities need the original.
+            changed_w = logits_w.clone()
+            for processor in self.request.processors:
+                changed_w = processor(row.ids, changed_w)
+                if not isinstance(changed_w, Tensor) or changed_w.shape != logits_w.shape:
+                    raise ShapeError(
+                        f"{self.request.where}: a processor must return logits of shape "
+                        f"{tuple(logits_w.shape)}; got {_shape_of(changed_w)}."
+                    )
+            rows.append(changed_w.to(logits_w.dtype))
+        return torch.stack(rows)
+
+    def _check(self, logits_bw: Tensor) -> None:
+        """Refuse rows from which no token can be chosen."""
+        best_b = logits_bw.amax(-1)
+        if bool(best_b.isfinite().all()):
+            return
+        bad = [
+            row.place for row, best in zip(self.rows, best_b, strict=True) if not best.isfinite()
+        ]
+        raise NonFiniteError(
+            f"{self.request.where}: the largest logit of each row must be finite; it is not in "
+            f"row {bad[0]}. Either a processor removed every token, or the model computes NaN: "
+            "check its weights and dtype."
+        )
+
+
+def _shape_of(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

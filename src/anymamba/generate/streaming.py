@@ -1,0 +1,97 @@
+"""One prompt, token by token, as an iterator that knows its state."""
+
+from collections.abc import Iterator, Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from anymamba.generate.batch import Batch, Options, Request, request_of
+from anymamba.generate.prompts import check_prompts
+from anymamba.models import MambaLM
+from anymamba.nn import ModelCache
+
+__all__ = ["Stream", "stream"]
+
+
+class Stream(Iterator[int]):
+    """The new token ids of one prompt; made by `stream`.
+
+    A loop that breaks off can be taken up again with a second loop over the same object.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, lm: MambaLM, prompt_ids: Sequence[int] | Tensor, request: Request) -> None:
+        """Read the prompt."""
+        prompts = check_prompts(request.where, [prompt_ids], lm.config.vocab_size)
+        self._limit = request.max_new_tokens
+        self._batch = Batch(lm, prompts, request, logprobs=True)
+        # Whether the newest token was run through the model: put off until somebody needs it.
+        self._is_fed = True
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    @torch.inference_mode()
+    def __next__(self) -> int:
+        if self.finish_reason is not None:
+            raise StopIteration
+        self._feed()
+        self._batch.draw()
+        self._is_fed = False
+        return self._batch.rows[0].ids[-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens yielded so far."""
+        return list(self._batch.rows[0].ids)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probability of each token yielded so far, under the model itself."""
+        return list(self._batch.rows[0].logprobs)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why there are no more tokens: "stop" or "length"; None while there are."""
+        return "length" if self._limit == 0 else self._batch.rows[0].finish
+
+    @property
+    def cache(self) -> ModelCache:
+        """The state after the prompt and all tokens yielded so far: a copy of its own."""
+        with torch.inference_mode():
+            self._feed()
+        return self._batch.cache.clone()
+
+    def _feed(self) -> None:
+        if not self._is_fed:
+            self._batch.feed()
+            self._is_fed = True
+
+
+def stream(
+    lm: MambaLM,
+    prompt_ids: Sequence[int] | Tensor,
+    *,
+    max_new_tokens: int,
+    **options: Unpack[Options],
+) -> Stream:
+    """Continue one prompt token by token; yields the ids that `generate` would return.
+
+    Args:
+        lm: the model.
+        prompt_ids: a list or a 1-D tensor of token ids.
+        max_new_tokens: at most this many new ids.
+        **options: every other argument of `generate`; `seed` is one integer.
+
+    Returns:
+        An iterator of ids with `.cache`, `.logprobs`, `.ids` and `.finish_reason`.
+
+    Example:
+        >>> from anymamba.models import MambaConfig
+        >>> lm = MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))
+        >>> tokens = stream(lm, [1, 2, 3], max_new_tokens=4)
+        >>> len([token for token in tokens]), tokens.cache.position
+        (4, tensor([7]))
+    """
+    return Stream(lm, prompt_ids, request_of("stream", max_new_tokens, **options))

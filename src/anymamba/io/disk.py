@@ -1,0 +1,79 @@
+"""Small files and the atomic exchange of any file; knows nothing of models."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from anymamba.errors import CheckpointError
+
+__all__ = ["read_json", "replacing", "write_json"]
+
+
+@contextmanager
+def replacing(where: str, file: Path) -> Iterator[BinaryIO]:
+    """Yield a stream whose content becomes `file` when the block ends without an error.
+
+    A crash leaves an older file as it was, at worst with a hidden `.part` file beside it. A link is
+    replaced, not followed: behind the links of the hub's cache lie files that others share.
+
+    Args:
+        where: the function that asks; opens every message.
+        file: where to write; the folder must exist.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.part"
+    try:
+        with open(temporary, "xb") as stream:
+            if file.exists():
+                shutil.copymode(file, temporary)
+            yield stream
+            stream.flush()
+            # Without this a power cut could keep the new name and lose the bytes behind it.
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    # torch's writer reports a full disk as a RuntimeError.
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must be writable; {error}. "
+            "The old file is untouched: choose another place, or make room."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(where: str, file: Path, entries: dict[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    with replacing(where, file) as stream:
+        stream.write((json.dumps(entries, indent=4) + "\n").encode())
+
+
+def read_json(where: str, file: Path) -> dict[str, Any]:
+    """Return the content of a file that holds one JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or holds anything else.
+    """
+    try:
+        entries = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must be a readable file; {error}. Check the path."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must hold JSON; it is damaged ({error}). Use a copy."
+        ) from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must hold a JSON object; got {type(entries).__name__}."
+        )
+    return entries

@@ -1,0 +1,151 @@
+"""Whether stored tensors are the parameters of a model, told in one table."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anymamba.errors import AnyMambaError, CheckpointError
+from anymamba.models import MambaConfig, MambaLM
+
+__all__ = ["check_match", "skeleton"]
+
+EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
+# Enough to see the pattern; a foreign checkpoint differs in hundreds of names.
+_ROWS = 8
+
+
+class _Outline(TorchFunctionMode):
+    """Build a model without the memory and the time that its values would take.
+
+    Large tensors are made on the meta device, and nothing is initialised. The whole model is not,
+    because there the first sum or product loads torch's compiler: seconds instead of milliseconds.
+    """
+
+    writes = frozenset(("copy_", "div_", "fill_", "normal_", "uniform_", "zero_"))
+    large = 2**16
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run every function but initialisers."""
+        kwargs = kwargs or {}
+        module, name = getattr(func, "__module__", ""), getattr(func, "__name__", "")
+        if module == "torch.nn.init" or name in self.writes:
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.empty:
+            outline = func(*args, **{**kwargs, "device": "meta"})
+            if outline.numel() > self.large:
+                return outline
+        return func(*args, **kwargs)
+
+
+def skeleton(
+    where: str, directory: Path, config: MambaConfig, stored: int, dtype: torch.dtype | None
+) -> MambaLM:
+    """Return the model with names, shapes and dtypes, but without values.
+
+    Args:
+        where: the function that asks; opens every message.
+        directory: the checkpoint, for the message.
+        config: of the model.
+        stored: how many tensors the checkpoint has.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: the config describes no model, or one that cannot have so few tensors.
+    """
+    file = str(directory / "config.json")
+    if config.n_layer > stored:
+        raise CheckpointError(
+            f"{where}: {file!r} must describe the weights beside it; it says {config.n_layer} "
+            f"layers, and there are {stored} tensors in all. One of the two is of another model."
+        )
+    try:
+        # Small tensors are drawn at random; the caller's next draw must not notice.
+        with torch.random.fork_rng(devices=[]), _Outline():
+            return MambaLM(config, device="cpu", dtype=dtype)
+    # Values of a wrong type fail anywhere in the constructors.
+    except (AnyMambaError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where}: {file!r} must describe a model; {error} Correct it, or use a copy."
+        ) from error
+
+
+def check_match(
+    where: str,
+    directory: Path,
+    config: MambaConfig,
+    expected: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
+) -> None:
+    """Raise, with one table, unless the stored tensors are exactly the model's.
+
+    A tied head may be stored or not; if it is, it must be the embedding.
+
+    Args:
+        where: the function that asks; opens every message.
+        directory: the checkpoint, for the message.
+        config: of the model.
+        expected: the model's own tensors, of any device.
+        stored: what the file holds, under official names.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a tied head differs from the embedding.
+    """
+    tied = config.tie_embeddings
+    missing = [
+        (name, _shape(tensor), "")
+        for name, tensor in expected.items()
+        if name not in stored and not (tied and name == HEAD)
+    ]
+    unexpected = [
+        (name, "", _shape(tensor)) for name, tensor in stored.items() if name not in expected
+    ]
+    misshapen = [
+        (name, _shape(tensor), _shape(stored[name]))
+        for name, tensor in expected.items()
+        if name in stored and stored[name].shape != tensor.shape
+    ]
+    if missing or unexpected or misshapen:
+        kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
+        counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items())
+        raise CheckpointError(
+            f"{where}: the weights in {str(directory)!r} must be those of a {config.layer} model "
+            f"with this config; {counts}.\n{_table(kinds)}\n"
+            "Check that config.json and the weights belong together."
+        )
+    if tied and HEAD in stored and not _same(stored[EMBEDDING], stored[HEAD]):
+        raise CheckpointError(
+            f"{where}: {HEAD} in {str(directory)!r} must equal {EMBEDDING}, because config.json "
+            "ties them; their values differ. Set tie_embeddings to false in config.json."
+        )
+
+
+def _same(embedding: Tensor, head: Tensor) -> bool:
+    return embedding.data_ptr() == head.data_ptr() or torch.equal(embedding, head)
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _table(kinds: Mapping[str, list[tuple[str, str, str]]]) -> str:
+    lines = [("", "name", "expected", "stored")]
+    for kind, rows in kinds.items():
+        lines += [(kind, *row) for row in rows[:_ROWS]]
+        if len(rows) > _ROWS:
+            lines.append((kind, f"... and {len(rows) - _ROWS} more", "", ""))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        "  "
+        + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
