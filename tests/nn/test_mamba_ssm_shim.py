@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anymamba.errors import ConfigError, ShapeError
+from anymamba.errors import CacheError, ConfigError, PackingError, ShapeError
 from anymamba.nn import Mamba, Mamba1, Mamba2, Mamba3
 from block_cases import CASES, WIDTH, build, tokens
 from laws import assert_same
@@ -211,7 +211,7 @@ def test_generation_protocol_starts_from_nothing(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_preallocated_cache_serves_generation(case):
-    """allocate_inference_cache(batch, max_seqlen, dtype=...) is the state before the first token."""
+    """allocate_inference_cache(batch, max_seqlen, dtype) is the state before the first token."""
     block, u_bsd = build(case, layer_idx=0), tokens(2, 3).detach()
     cache = block.allocate_inference_cache(2, 128, dtype=torch.float32, fused_decode=True)
     assert type(cache) is type(block.empty_cache(2))
@@ -241,12 +241,30 @@ def test_rejects_several_tokens_after_the_prompt(case):
     block = build(case, layer_idx=0)
     block(tokens(1, 3), inference_params=params)
     params.seqlen_offset = 3
-    with pytest.raises(ShapeError, match="one token at a time; got 2.*prefill"):
+    with pytest.raises(ShapeError, match=r"one token at a time; got 2.*prefill"):
         block(tokens(1, 2), inference_params=params)
 
 
 def test_rejects_decoding_before_the_prompt():
     """Offset > 0 without a cache names what is missing instead of a bare KeyError."""
     params = InferenceParams(max_seqlen=4, max_batch_size=1, seqlen_offset=2)
-    with pytest.raises(ValueError, match=r"layer_idx 5.*offset 0"):
+    with pytest.raises(CacheError, match=r"layer_idx 5.*offset 0"):
         build("mamba2", layer_idx=5)(tokens(1, 1), inference_params=params)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_protocol_takes_packed_prompts(case):
+    """Prompts of different lengths in one row; each sequence then decodes in its own row."""
+    block, u_1sd = build(case, layer_idx=0), tokens(1, 9).detach()
+    next_q1d = tokens(2, 1, seed=5).detach()
+    params, borders = InferenceParams(max_seqlen=9, max_batch_size=2), torch.tensor([0, 4, 9])
+    with torch.no_grad():
+        y_1sd = block(u_1sd, inference_params=params, cu_seqlens=borders)
+        params.seqlen_offset = 5
+        y_q1d = block(next_q1d, inference_params=params)
+        with pytest.raises(PackingError, match="cannot be packed"):
+            block(next_q1d[:1], inference_params=params, cu_seqlens=borders)
+        for row, piece in enumerate((u_1sd[:, :4], u_1sd[:, 4:])):
+            whole = block(torch.cat([piece, next_q1d[row : row + 1]], 1))
+            assert_same(whole[:, -1], y_q1d[row : row + 1, -1])
+            assert_same(whole[:, :-1], y_1sd[:, borders[row] : borders[row + 1]])

@@ -59,7 +59,11 @@ class Doctor:
         terminal.out.print(_version_table(versions))
         terminal.out.print(_device_table(devices))
         terminal.out.print(_operator_table(served))
-        reasons = {f"{name}: {why}" for row in served for name, why in row.refused.items()}
+        reasons = {
+            f"{name}: {why.removeprefix(f'impl={name!r} ')}"
+            for row in served
+            for name, why in row.refused.items()
+        }
         for reason in sorted(reasons):
             terminal.out.print(f"  [dim]{escape(reason)}[/]")
         verdict = "[green]All is well.[/]" if ok else "[bold red]An operator is wrong.[/]"

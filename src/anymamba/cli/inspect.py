@@ -80,7 +80,7 @@ def _device(lm: "MambaLM") -> Any:
 
 
 def _seconds(lm: "MambaLM", length: int, repeats: int) -> dict[str, float]:
-    """Return the seconds of a prefill by kind of part: one of a kind is timed, times their number."""
+    """Return the seconds of a prefill by kind of part: one is timed, and counts for all."""
     import torch
 
     from anymamba.bench import interleaved_medians

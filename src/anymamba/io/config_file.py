@@ -50,7 +50,7 @@ def describe(where: str, directory: Path) -> Description:
     entries = read_json(where, file)
     try:
         if "model_type" in entries:
-            config = from_transformers(where, entries)
+            config = from_transformers(f"{where}: {str(file)!r}", entries)
             return Description(_richer(where, directory, entries) or config, "transformers")
         return Description(MambaConfig.from_dict(entries), "official")
     except CheckpointError:

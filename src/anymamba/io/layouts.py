@@ -239,7 +239,7 @@ def _number(value: Any) -> float:
 def _must(where: str, holds: bool, key: str, what: str) -> None:
     if not holds:
         raise CheckpointError(
-            f"{where}: {key} in config.json must be {what}; it is not. Our models have no other."
+            f"{where}: {key} must be {what}; it is not. Our models have no other."
         )
 
 

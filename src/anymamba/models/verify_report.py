@@ -70,7 +70,12 @@ class VerifyReport:
     @property
     def notes(self) -> list[str]:
         """Why some ways did not run, each reason once."""
-        return list(dict.fromkeys(f"{row.way}: {row.note}" for row in self.rows if row.note))
+        notes = [
+            f"{row.way}: {row.note.removeprefix(f'impl={row.way!r} ')}"
+            for row in self.rows
+            if row.note
+        ]
+        return list(dict.fromkeys(notes))
 
 
 def _number(error: float | None) -> str:

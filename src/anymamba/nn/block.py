@@ -78,7 +78,14 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 our caches.
         """
         if inference_params is not None:
-            return self._with_inference_params(u_bsd, inference_params, path, impl)
+            return self._with_inference_params(
+                u_bsd,
+                inference_params,
+                path=path,
+                impl=impl,
+                cu_seqlens=cu_seqlens,
+                seq_idx=seq_idx,
+            )
         return self.prefill(
             u_bsd, None, path=path, impl=impl, cu_seqlens=cu_seqlens, seq_idx=seq_idx
         )[0]
@@ -244,9 +251,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         )
         return y_1sd.view(batch, length, -1), rows(end, segments.last_b)
 
-    def _with_inference_params(
-        self, u_bsd: Tensor, params: Any, path: SsdPath | None, impl: str
-    ) -> Tensor:
+    def _with_inference_params(self, u_bsd: Tensor, params: Any, **options: Any) -> Tensor:
         """Serve `mamba_ssm`'s generation loop: prefill at offset 0, then single tokens."""
         where = f"{type(self).__name__}.forward"
         if self.layer_idx is None:
@@ -255,8 +260,16 @@ class Block(nn.Module, ABC, Generic[CacheT]):
             )
         caches = params.key_value_memory_dict
         if params.seqlen_offset == 0:
-            y_bsd, caches[self.layer_idx] = self.prefill(u_bsd, None, path=path, impl=impl)
+            y_bsd, caches[self.layer_idx] = self.prefill(u_bsd, None, **options)
             return y_bsd
+        if self.layer_idx not in caches:
+            raise CacheError(
+                f"{where}: key_value_memory_dict has no entry for layer_idx {self.layer_idx}. "
+                "Run the prompt at seqlen_offset 0 first, or store empty_cache(batch_size) there."
+            )
+        if options["cu_seqlens"] is not None or options["seq_idx"] is not None:
+            raise PackingError(f"{where}: single tokens after the prompt cannot be packed.")
+        self._check_input(where, u_bsd, ("batch", "sequence", "d_model"))
         if u_bsd.shape[1] != 1:
             raise ShapeError(
                 f"{where}: after the prompt, inference_params decode one token at a time; got "

@@ -58,13 +58,13 @@ class RotationState(NamedTuple):
     def angle(self) -> Tensor:
         """Return the angles; raises `CacheError` if this is a quaternion state."""
         if self.angle_bha is None:
-            raise CacheError("RotationState: expected angles; this state holds quaternions.")
+            raise CacheError(f"RotationState: expected angles; this state is {self}.")
         return self.angle_bha
 
     def quaternion(self) -> Tensor:
         """Return the quaternions; raises `CacheError` if this is an angle state."""
         if self.quaternion_bhj4 is None:
-            raise CacheError("RotationState: expected quaternions; this state holds angles.")
+            raise CacheError(f"RotationState: expected quaternions; this state is {self}.")
         return self.quaternion_bhj4
 
 
@@ -234,11 +234,12 @@ class ModelCache(NamedTuple):
     ) -> "ModelCache":
         """Build from the result of `to_tensors` and the type of each layer's cache."""
         groups: list[dict[str, Tensor]] = [{} for _ in types]
+        places = [str(place) for place in range(len(types))]
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
             place, _, field = rest.partition(".")
-            if head == "layers" and place.isdigit() and int(place) < len(types) and field:
-                groups[int(place)][field] = tensor
+            if head == "layers" and place in places and field:
+                groups[places.index(place)][field] = tensor
             elif name != "position_b":
                 raise CacheError(f"ModelCache.from_tensors: unexpected tensor {name!r}.")
         if "position_b" not in tensors:

@@ -68,8 +68,14 @@ def zip_tensors(self: C, other: C, fn: Callable[[Tensor, Tensor], Tensor]) -> C:
     return map_tensors(self, lambda mine: fn(mine, next(theirs)))
 
 
-def to(self: C, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> C:
+def to(
+    self: C,
+    device: torch.device | str | torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+) -> C:
     """Return the cache on another device, or in another floating dtype; counts stay integers."""
+    if isinstance(device, torch.dtype):
+        device, dtype = None, device
     return map_tensors(
         self, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
     )
@@ -86,10 +92,11 @@ def clone(self: C) -> C:
 
 
 def requires_grad_(self: C, requires_grad: bool = True) -> C:
-    """Ask for gradients of every tensor, in place; returns the cache itself."""
-    return map_tensors(
-        self, lambda x: x.requires_grad_(requires_grad) if x.is_floating_point() else x
-    )
+    """Ask for gradients of every floating tensor, in place; returns the cache itself."""
+    for _, tensor in named_tensors(self):
+        if tensor.is_floating_point():
+            tensor.requires_grad_(requires_grad)
+    return self
 
 
 def rows(self: C, index: Any) -> C:
@@ -97,8 +104,11 @@ def rows(self: C, index: Any) -> C:
     if isinstance(index, int):
         index = [index]
     if isinstance(index, list | tuple):
-        index = torch.tensor(index, dtype=torch.long)
+        is_mask = bool(index) and isinstance(index[0], bool)
+        kind = torch.bool if is_mask else torch.long
+        index = torch.tensor(index, dtype=kind, device="cpu")
     if isinstance(index, Tensor):
+        index = index.unsqueeze(0) if index.dim() == 0 else index
         return map_tensors(self, lambda x: x[index.to(x.device)])
     return map_tensors(self, lambda x: x[index])
 
@@ -120,13 +130,21 @@ def sanity(self: Any) -> None:
 
 def assign_(self: C, other: C) -> C:
     """Copy another cache's values into this one's memory; returns this cache."""
-    for (name, mine), (_, theirs) in zip(named_tensors(self), named_tensors(other), strict=True):
-        if mine.shape != theirs.shape:
+    mine, theirs = dict(named_tensors(self)), dict(named_tensors(other))
+    if type(self) is not type(other) or mine.keys() != theirs.keys():
+        raise CacheError(
+            f"{type(self).__name__}.assign_: the other cache must hold the same states; "
+            f"got {type(other).__name__} with {sorted(theirs)}."
+        )
+    for name, tensor in mine.items():
+        if tensor.shape != theirs[name].shape:
             raise CacheError(
-                f"{type(self).__name__}.assign_: {name} has shape {tuple(mine.shape)} but the new "
-                f"value {tuple(theirs.shape)}."
+                f"{type(self).__name__}.assign_: {name} has shape {tuple(tensor.shape)} but the "
+                f"new value {tuple(theirs[name].shape)}."
             )
-        mine.copy_(theirs)
+    # All checks come first, so that a refused call leaves nothing half written.
+    for name, tensor in mine.items():
+        tensor.copy_(theirs[name])
     return self
 
 
@@ -139,6 +157,10 @@ def from_tensors(cls: type[C], tensors: dict[str, Tensor]) -> C:
     """Build a cache from the result of `to_tensors`; names must match exactly."""
     cache = _build(cls, tensors, "")
     known = {name for name, _ in named_tensors(cache)}
+    if "rotation" in cls._fields and sum(name.startswith("rotation.") for name in known) != 1:
+        raise CacheError(
+            f"{cls.__name__}.from_tensors: the rotation needs angles or quaternions, one of them."
+        )
     if unknown := sorted(set(tensors) - known):
         raise CacheError(f"{cls.__name__}.from_tensors: unexpected tensor {unknown[0]!r}.")
     return cache

@@ -98,12 +98,13 @@ class Rotation:
     ) -> tuple[Tensor, Tensor, RotationState]:
         """Rotate keys and queries of a sequence, from a state to a state."""
         if self.kind == "complex":
-            turn, last = cumulate_angles(increment, state.angle(), cu_seqlens=cu_seqlens)
+            start = state.angle().to(increment.dtype)
+            turn, last = cumulate_angles(increment, start, cu_seqlens=cu_seqlens)
             new = RotationState(angle_bha=last)
         else:
             turn, last = cumulate_quaternions(
                 increment,
-                state.quaternion(),
+                state.quaternion().to(increment.dtype),
                 impl="reference" if impl == "reference" else "auto",
                 cu_seqlens=cu_seqlens,
             )
@@ -116,10 +117,12 @@ class Rotation:
     ) -> tuple[Tensor, Tensor, RotationState]:
         """Rotate keys and queries of one token."""
         if self.kind == "complex":
-            turn = wrap_angle(state.angle() + increment)
+            turn = wrap_angle(state.angle().to(increment.dtype) + increment)
             new = RotationState(angle_bha=turn)
         else:
-            turn = quaternion_normalize(quaternion_multiply(increment, state.quaternion()))
+            turn = quaternion_normalize(
+                quaternion_multiply(increment, state.quaternion().to(increment.dtype))
+            )
             new = RotationState(quaternion_bhj4=turn)
         turn = turn.unsqueeze(1)
         return self._turn(b_bmhr, turn), self._turn(c_bmhr, turn), new

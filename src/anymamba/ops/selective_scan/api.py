@@ -115,7 +115,7 @@ def selective_scan(
             initial_bir,
             *("b" in constant, "c" in constant),
             None,
-            *((None, None, None) if pack is None else pack),
+            *((None, None, None) if pack is None else pack[:3]),
         )
         if skip_i is not None:
             y_bsi = y_bsi + skip_i.to(compute) * u_bsi.to(compute)
