@@ -13,6 +13,9 @@ WIDTH = 8
 # Each option of the constructors that changes what is computed appears in at least one row.
 CASES: dict[str, Callable[..., Any]] = {
     "mamba1": lambda **extra: Mamba(WIDTH, d_state=4, bias=True, **extra),
+    "mamba1_normed": lambda **extra: Mamba(
+        WIDTH, d_state=4, dt_rank=3, bcdt_rms_eps=1e-6, conv_bias=False, **extra
+    ),
     "mamba2": lambda **extra: Mamba2(WIDTH, d_state=4, headdim=4, ngroups=2, **extra),
     "mamba2_mlp": lambda **extra: Mamba2(
         WIDTH,

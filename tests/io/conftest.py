@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import (
-    LM,
-)
+from checkpoints import LM
 
 from anymamba.models import MambaConfig, MambaLM
 

@@ -1,58 +1,66 @@
 """Saving: the old checkpoint or the new one, never half of either."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoints import (
-    content,
-    same_weights,
-    take,
-)
-from torch import Tensor
+from checkpoints import content, same_weights, take
 
-import anymamba.io.weights_file as weights_file
 from anymamba.errors import CheckpointError
 from anymamba.io import load_pretrained, save_pretrained
 from anymamba.models import MambaLM
 
 
+class Disk:
+    """Opens new files until `room` bytes were written in all, then fails in the middle of one."""
+
+    def __init__(self, room: int, error: BaseException) -> None:
+        self.room, self.error = room, error
+        self.usual = open
+
+    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode != "xb":
+            return self.usual(file, mode, *args, **kwargs)
+        disk = self
+
+        class Stream(io.FileIO):
+            def write(self, data: Any) -> int:
+                view = memoryview(data)
+                size = min(view.nbytes, disk.room)
+                disk.room -= super().write(view.cast("B")[:size])
+                if size < view.nbytes:
+                    raise disk.error
+                return size
+
+        return Stream(file, mode)
+
+
 @pytest.mark.parametrize("route", ["safetensors", "bin", "shards"])
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [OSError("disk is full"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("room", [0, 3000, 5000])
 def test_a_crash_while_saving_leaves_the_old_model_whole(
-    route: str, error: BaseException, tiny: MambaLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    route: str,
+    error: BaseException,
+    room: int,
+    tiny: MambaLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Half a file is never seen: the old one stays until the new one is complete."""
-    limit = {"max_shard_bytes": 1500} if route == "shards" else {}
-    how: dict[str, Any] = {"format": "bin"} if route == "bin" else limit
-    save_pretrained(tiny, tmp_path, **how)
-    before = content(tmp_path)
-    with torch.no_grad():
-        changed = MambaLM(tiny.config)
-
-    calls = []
-
-    def bytes_of(tensor: Tensor) -> bytearray:
-        calls.append(tensor)
-        if len(calls) > 12:
-            raise error
-        return bytearray(tensor.numel() * tensor.element_size())
-
-    def save(_: Any, stream: Any) -> None:
-        stream.write(b"half")
-        raise error
-
+    folder = tmp_path / "model"
+    take(route, tiny.save_pretrained, folder)
+    before = content(folder)
+    changed = MambaLM(tiny.config)
     with monkeypatch.context() as patch:
-        patch.setattr(weights_file, "bytes_of", bytes_of)
-        patch.setattr(torch, "save", save)
-        expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
-        with pytest.raises(expected):
-            save_pretrained(changed, tmp_path, **how)
-    assert content(tmp_path) == before
-    same_weights(tiny, load_pretrained(tmp_path))
-    save_pretrained(changed, tmp_path, **how)
-    same_weights(changed, load_pretrained(tmp_path))
+        patch.setattr("builtins.open", Disk(room, error).open)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+            take(route, changed.save_pretrained, folder)
+    assert isinstance(caught.value, CheckpointError) == isinstance(error, OSError)
+    assert content(folder) == before
+    same_weights(tiny, load_pretrained(folder))
+    take(route, changed.save_pretrained, folder)
+    same_weights(changed, load_pretrained(folder))
 
 
 @pytest.mark.parametrize("first", ["safetensors", "bin", "shards"])

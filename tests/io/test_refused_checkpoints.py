@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    IN_TRANSFORMERS,
-    LM,
-    NAMES,
-    content,
-    edit,
-    load,
-)
+from checkpoints import IN_TRANSFORMERS, LM, NAMES, content, edit, load
 from safetensors.torch import save_file
 
 from anymamba.errors import CheckpointError, ConfigError

@@ -199,5 +199,5 @@ def test_a_report_is_plain_data_too():
 )
 def test_rejects_impossible_requests(options):
     """Unknown dtypes and empty sizes are refused with what was given."""
-    with pytest.raises(ConfigError, match="verify: .*got"):
+    with pytest.raises(ConfigError, match=r"verify: .*got"):
         verify(model(), **options)

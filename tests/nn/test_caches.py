@@ -432,9 +432,13 @@ def test_rotation_gives_what_it_holds_and_refuses_the_other():
     angles, quaternions = make("angles"), make("quaternions")
     assert angles.angle() is angles.angle_bha
     assert quaternions.quaternion() is quaternions.quaternion_bhj4
-    with pytest.raises(CacheError, match=r"expected quaternions; this state is RotationState\(angle_bha"):
+    with pytest.raises(
+        CacheError, match=r"expected quaternions; this state is RotationState\(angle_bha"
+    ):
         angles.quaternion()
-    with pytest.raises(CacheError, match=r"expected angles; this state is RotationState\(quaternion_bhj4"):
+    with pytest.raises(
+        CacheError, match=r"expected angles; this state is RotationState\(quaternion_bhj4"
+    ):
         quaternions.angle()
     with pytest.raises(CacheError, match="expected angles"):
         RotationState().angle()

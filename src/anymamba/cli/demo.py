@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from anymamba.cli.terminal import Terminal, human_bytes, human_count
 from anymamba.cli.verify import verdict, verify_table
+from anymamba.errors import ConfigError
 
 if TYPE_CHECKING:
     from anymamba.models import MambaLM
@@ -39,6 +40,11 @@ class Demo:
         from anymamba import __version__
         from anymamba.cli.tour import show_tour
 
+        if self.length < 3 or self.size < 2 or self.repeats < 1:
+            raise ConfigError(
+                f"--length must be at least 3, --size 2 and --repeats 1; got {self.length}, "
+                f"{self.size} and {self.repeats}."
+            )
         out = terminal.out
         threads = torch.get_num_threads()
         out.print(

@@ -41,7 +41,7 @@ def _distance(want: Tensors, got: Tensors) -> float:
 def _pieces(scan: Scan, want: Tensors) -> float:
     """A sequence in three pieces, the state handed on."""
     length = scan.tokens[0].shape[1]
-    return _distance(want, _in_pieces(scan, [0, 1, length // 3, length]))
+    return _distance(want, _in_pieces(scan, sorted({0, 1, length // 3, length})))
 
 
 def _steps(scan: Scan, want: Tensors) -> float:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, command = parse(arguments)
     except SystemExit as end:  # --help, completion, or a wrong call that was explained
-        return end.code if isinstance(end.code, int) else 2
+        return end.code if isinstance(end.code, int) else 2 * (end.code is not None)
     return _run(name, command, Terminal(name, command.json))
 
 

@@ -38,12 +38,15 @@ def replacing(where: str, file: Path) -> Iterator[BinaryIO]:
             # Without this a power cut could keep the new name and lose the bytes behind it.
             os.fsync(stream.fileno())
         os.replace(temporary, file)
-    # torch's writer reports a full disk as a RuntimeError.
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        # torch's writer, closing after a failure, covers it with a RuntimeError of its own.
+        first = error.__context__ or error
+        if not isinstance(first, Exception):
+            raise first from None
         raise CheckpointError(
-            f"{where}: {str(file)!r} must be writable; {error}. "
+            f"{where}: {str(file)!r} must be writable; {first}. "
             "The old file is untouched: choose another place, or make room."
         ) from error
     finally:

@@ -24,7 +24,7 @@ from anymamba.errors import (
 from anymamba.nn.cache_methods import map_tensors, named_tensors, rows, zip_tensors
 from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows
 
-__all__ = ["Block", "InverseSoftplus", "is_plain", "reject_unknown"]
+__all__ = ["Block", "InverseSoftplus", "check_scan_options", "is_plain", "reject_unknown"]
 
 CacheT = TypeVar("CacheT", bound=tuple[Any, ...])
 
@@ -115,7 +115,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         self._check_input(where, u_bsd, ("batch", "sequence", "d_model"))
         if seq_idx is not None:
             return self._segmented(where, u_bsd, cache, path, impl, cu_seqlens, seq_idx)
-        count = u_bsd.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        count = u_bsd.shape[0] if cu_seqlens is None else _sequences(where, cu_seqlens)
         cache = self._checked(where, cache, count, u_bsd)
         y_bsd, cache = self._sequence(u_bsd, cache, path, impl, cu_seqlens)
         guard(where, y_bsd=y_bsd)
@@ -188,7 +188,10 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 f"{where}: the input is on {u.device} but the module on {like.device}. "
                 "Move one of them with .to()."
             )
-        if accumulate_dtype(u.dtype) != accumulate_dtype(like.dtype):
+        # A swapped projection may take what it likes; autocast narrows what nn.Linear is given.
+        mixes = type(self.in_proj) is not nn.Linear or _autocasts(u.device.type)
+        same = accumulate_dtype(u.dtype) == accumulate_dtype(like.dtype)
+        if not same or not (mixes or u.dtype == like.dtype):
             raise DtypeError(
                 f"{where}: the input is {u.dtype} but the module {like.dtype}. "
                 "Cast one of them with .to()."
@@ -231,12 +234,14 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         if cu_seqlens is not None:
             raise PackingError(f"{where}: give cu_seqlens or seq_idx, not both.")
         batch, length = u_bsd.shape[:2]
-        if tuple(seq_idx.shape) != (batch, length):
-            raise PackingError(
-                f"{where}: seq_idx must have shape {(batch, length)} like the input; "
-                f"got {tuple(seq_idx.shape)}."
-            )
-        segments = segment_rows(where, seq_idx.to(u_bsd.device))
+        if isinstance(seq_idx, Tensor):
+            if tuple(seq_idx.shape) != (batch, length):
+                raise PackingError(
+                    f"{where}: seq_idx must have shape {(batch, length)} like the input; "
+                    f"got {tuple(seq_idx.shape)}."
+                )
+            seq_idx = seq_idx.to(u_bsd.device)
+        segments = segment_rows(where, seq_idx)
         count = segments.cu_seqlens.shape[0] - 1
         start = self._fresh(count, u_bsd.device, self._like().dtype)
         if cache is not None:
@@ -279,6 +284,25 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         return y_bd.unsqueeze(1)
 
 
+def _sequences(where: str, cu_seqlens: Tensor) -> int:
+    """Return the number of packed sequences; the operators check the borders themselves."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise DtypeError(
+            f"{where}: cu_seqlens must be an int32 or int64 tensor; "
+            f"got {type(cu_seqlens).__name__}."
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise PackingError(
+            f"{where}: cu_seqlens must have one axis with at least 2 borders; "
+            f"got shape {tuple(cu_seqlens.shape)}."
+        )
+    return cu_seqlens.shape[0] - 1
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def _check_state(
     where: str, name: str, tensor: Tensor, wanted: Tensor, device: torch.device
 ) -> None:
@@ -307,6 +331,20 @@ def reject_unknown(where: str, unknown: Iterable[str], known: Iterable[str]) -> 
         near = difflib.get_close_matches(name, list(known), 1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
         raise ConfigError(f"{where}: unknown argument {name!r}.{hint}")
+
+
+def check_scan_options(
+    where: str, chunk_size: int | None, dt_limit: tuple[float, float] | None
+) -> None:
+    """Raise `ConfigError` on a chunk length or step-size clamp that no call could use."""
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(
+            f"{where}: chunk_size must be positive; got {chunk_size}. None lets the sizes choose."
+        )
+    if dt_limit is not None and not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ConfigError(
+            f"{where}: dt_limit must be (low, high) with 0 <= low <= high; got {dt_limit}."
+        )
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

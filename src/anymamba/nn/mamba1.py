@@ -99,6 +99,11 @@ class Mamba(Block[Mamba1Cache]):
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
         self.d_inner = int(expand * d_model)
         self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        if min(self.dt_rank, self.d_inner) < 1:
+            raise ConfigError(
+                f"{where}: dt_rank and expand * d_model must be at least 1; "
+                f"got {self.dt_rank} and {self.d_inner}."
+            )
         self.layer_idx, self.bcdt_rms_eps = layer_idx, bcdt_rms_eps
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
         self.conv1d = short_convolution(self.d_inner, d_conv, conv_bias, **factory)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, reject_unknown
+from anymamba.nn.block import Block, InverseSoftplus, check_scan_options, reject_unknown
 from anymamba.nn.cache import Mamba2Cache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.nn.norm import RMSNormGated
@@ -107,6 +107,7 @@ class Mamba2(Block[Mamba2Cache]):
         self.headdim, self.ngroups = headdim, ngroups
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
         self._check_sizes(where, A_init_range)
+        check_scan_options(where, chunk_size, dt_limit)
         self.nheads = self.d_ssm // headdim
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.dt_limit = (float(dt_limit[0]), float(dt_limit[1]))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, reject_unknown
+from anymamba.nn.block import Block, InverseSoftplus, check_scan_options, reject_unknown
 from anymamba.nn.cache import (
     Mamba3Cache,
     Mamba3DoubleSsdCache,
@@ -122,6 +122,7 @@ class Mamba3(Block[Mamba3Cache]):
         self.chunk_size, self.layer_idx = chunk_size, layer_idx
         self.d_inner = int(expand * d_model)
         self._check_sizes(where)
+        check_scan_options(where, chunk_size, dt_limit)
         self.nheads = self.d_inner // headdim
         self.rotation = Rotation(
             rotation, self.nheads, d_state, rope_fraction, rotation_range, is_mimo
