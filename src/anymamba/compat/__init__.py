@@ -9,6 +9,7 @@ from anymamba.compat.conv import (
     causal_conv1d_update,
     causal_conv1d_varlen_states,
 )
+from anymamba.compat.lm import MambaLMHeadModel
 from anymamba.compat.mamba2_simple import Mamba2Simple
 from anymamba.compat.mamba_inner import mamba_inner_fn
 from anymamba.compat.norm import RMSNorm, layer_norm_fn, rms_norm_fn
@@ -20,6 +21,7 @@ from anymamba.compat.state_update import selective_state_update
 
 __all__ = [
     "Mamba2Simple",
+    "MambaLMHeadModel",
     "RMSNorm",
     "RMSNormGated",
     "causal_conv1d_fn",
