@@ -1,6 +1,8 @@
 """Laws of the command line: JSON by schema, exit codes, errors with a reason, quiet pipes."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import anymamba
 from anymamba.cli import main
 from anymamba.io import load_pretrained
 from anymamba.models import MambaConfig, MambaLM
+from anymamba.ops import ssd
 
 # Quick arguments for each command; a folder stands for the tiny checkpoint, {new} for a new one.
 QUICK = {
@@ -223,9 +226,6 @@ def test_ctrl_c_ends_cleanly(checkpoint):
 
 def test_the_notice_about_a_checkpoint_reaches_the_user(run, checkpoint, tmp_path):
     """What the library logs as a warning appears on stderr; the handler does not stay behind."""
-    import json
-    import shutil
-
     folder = tmp_path / "official"
     shutil.copytree(checkpoint, folder)
     (folder / "anymamba.json").unlink(missing_ok=True)
@@ -256,15 +256,12 @@ def test_doctor_knows_why_not(run):
 
 def test_doctor_notices_a_wrong_operator(run, monkeypatch):
     """An operator that disagrees with its reference is exit code 1."""
-    from anymamba.cli import scans
-
-    right = scans.ssd
 
     def wrong(*args, impl="auto", **how):
-        y, final = right(*args, impl=impl, **how)
+        y, final = ssd(*args, impl=impl, **how)
         return (y if impl == "reference" else y * 1.1), final
 
-    monkeypatch.setattr(scans, "ssd", wrong)
+    monkeypatch.setattr("anymamba.cli.scans.ssd", wrong)
     result = run("doctor", "--json")
     assert result.code == 1
     assert [row["operator"] for row in result.document["operators"] if not row["ok"]] == ["ssd"]

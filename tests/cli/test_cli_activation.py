@@ -1,11 +1,6 @@
 """`inspect --text` names the activation that trained weights want."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from trained import TEXT, trained
 

@@ -6,10 +6,11 @@ from cli_schemas import SCHEMAS, problems
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymamba.cli.speech import StopText, first_ids, speak
+from anymamba.cli import StopText, first_ids, speak
 from anymamba.errors import ConfigError
 from anymamba.generate import stream
-from anymamba.io import ByteTokenizer, load_pretrained, load_state
+from anymamba.io import ByteTokenizer, load_pretrained, load_state, save_state
+from anymamba.models import MambaConfig, MambaLM
 
 BYTES = ByteTokenizer()
 
@@ -84,7 +85,6 @@ def test_a_stop_string_ends_the_text(run, checkpoint):
     """The text ends before the stop string, of several the first."""
     lm = load_pretrained(checkpoint)
     options = {"temperature": 1.0, "seed": 1}
-    # Byte models of random weights write anything; keep to ASCII so that pieces are whole.
     text = BYTES.decode(ids_of(lm, "ab", 40, **options))
     stop = text[7:9]
     flags = ["--temperature", 1, "--seed", 1, "--max-new-tokens", 40]
@@ -129,8 +129,6 @@ def test_an_empty_prompt_begins_with_a_mark():
 
 def test_a_model_without_tokenizer_is_explained(run, tmp_path):
     """A vocabulary that is not bytes needs --tokenizer; the message says how."""
-    from anymamba.models import MambaConfig, MambaLM
-
     MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=50277)).save_pretrained(tmp_path)
     result = run("generate", tmp_path, "--prompt", "a")
     assert result.code == 2
@@ -138,7 +136,7 @@ def test_a_model_without_tokenizer_is_explained(run, tmp_path):
     assert "gpt-neox" in result.err
 
 
-def chat(run, checkpoint, *lines: str, **options):
+def chat(run, checkpoint, *lines: str):
     result = run(
         "chat", checkpoint, "--max-new-tokens", 4, "--json", stdin="".join(f"{x}\n" for x in lines)
     )
@@ -207,15 +205,11 @@ def test_save_and_load_resume_a_conversation(run, checkpoint, tmp_path):
 
 def test_chat_survives_mistakes(run, checkpoint, tmp_path):
     """Unknown commands, missing files, foreign states and missing names are explained."""
-    from conftest import small_model
-
     foreign = tmp_path / "foreign.state"
-    from anymamba.io import save_state
-    from anymamba.models import MambaConfig, MambaLM
-
     other = MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=256))
     save_state(other.empty_cache(1), foreign)
-    save_state(small_model().empty_cache(1).layers[0], tmp_path / "block.state")
+    own = load_pretrained(checkpoint).empty_cache(1)
+    save_state(own.layers[0], tmp_path / "block.state")
     lines = [
         "/fly",
         "/save",

@@ -313,10 +313,10 @@ def test_processors_see_new_ids_and_penalized_logits():
     assert calls[1] == ([0], [2.75, 2.0, 1.0])
     expected = torch.tensor([3.0, 2.0, 1.0]).log_softmax(-1)[[0, 1, 0]]
     assert_same(expected, torch.tensor(output.logprobs[0]))
-    sampled = generate(
-        lm, [[2]], max_new_tokens=5, processors=[forbid_repeats], temperature=1.0, top_k=1
-    )
-    assert sampled == [[0, 1, 0, 1, 0]]
+    options = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 1, "logprobs": True}
+    sampled = generate_detailed(lm, [[2]], processors=[forbid_repeats], **options)
+    assert sampled.ids == [[0, 1, 0]]
+    assert_same(expected, torch.tensor(sampled.logprobs[0]))
 
 
 def test_seeds_decide_the_draws(lm):
@@ -418,6 +418,6 @@ def test_rejects_a_cache_of_other_rows(lm):
 
 
 def test_rejects_unknown_options(lm):
-    """A misspelt option is not ignored."""
-    with pytest.raises(TypeError, match="temprature"):
-        stream(lm, [1], max_new_tokens=1, temprature=1.0)
+    """An option that does not exist is not ignored."""
+    with pytest.raises(TypeError, match="warmth"):
+        stream(lm, [1], max_new_tokens=1, warmth=1.0)

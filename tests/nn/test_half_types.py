@@ -32,6 +32,11 @@ def pair(case: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return half, single
 
 
+def step_bias(block: Any) -> Tensor:
+    """Return the bias of the step sizes, wherever the family keeps it."""
+    return block.dt_proj.bias if hasattr(block, "dt_proj") else block.dt_bias
+
+
 def flat(y: Tensor, cache: Any) -> list[Tensor]:
     """Return the output and every field of the state."""
     return [y, *cache.to_tensors().values()]
@@ -98,6 +103,20 @@ def test_half_blocks_are_near_float32(case, dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", CASES)
+def test_blocks_cast_afterwards_still_work(case, dtype):
+    """block.to(dtype) narrows every parameter; decays and states are computed in float32 still."""
+    half, single = build(case).to(dtype), CASES[case]()
+    single.load_state_dict(half.state_dict())
+    u_bsd = tokens(2, 33, dtype=dtype)
+    expected, actual = flat(*single.prefill(u_bsd.float())), flat(*half.prefill(u_bsd))
+    for want, got in zip(expected, actual, strict=True):
+        assert error_of(want.detach(), got.detach()) <= 2e-2
+    for gradient in all_gradients(actual, list(half.parameters())):
+        assert bool(torch.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", CASES)
 def test_half_steps_equal_half_prefill(case, dtype):
     """Token by token and all at once round alike, up to the half type itself."""
     block = pair(case, dtype)[0].requires_grad_(False)
@@ -117,8 +136,7 @@ def test_slow_accumulation_is_not_lost(case):
     half, single = pair(case, torch.bfloat16)
     for block in (half, single):
         block.requires_grad_(False)
-        bias = block.dt_proj.bias if case == "mamba1" else block.dt_bias
-        bias.fill_(-8.0)  # steps of 3e-4
+        step_bias(block).fill_(-8.0)  # steps of 3e-4
     u_bd = tokens(1, dtype=torch.bfloat16).detach()
     u_bsd = u_bd.unsqueeze(1).expand(1, 400, WIDTH)
     expected = single.prefill(u_bsd.float())[1]
@@ -188,7 +206,7 @@ def test_extreme_steps_and_zero_inputs_stay_finite(case, dtype):
     for dt_bias, a_log in ((15.0, 4.0), (-30.0, -20.0), (15.0, -20.0)):
         block = CASES[case](dtype=dtype)
         with torch.no_grad():
-            (block.dt_proj.bias if case == "mamba1" else block.dt_bias).fill_(dt_bias)
+            step_bias(block).fill_(dt_bias)
             if hasattr(block, "A_log"):
                 block.A_log.fill_(a_log)
         for scale in (0.0, 1.0):

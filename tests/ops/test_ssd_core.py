@@ -180,8 +180,8 @@ def test_gradient_reaches_through_either_output_alone():
         assert_ways_agree(want, way, core_inputs())
 
 
-def test_pairwise_decay_gradient_equals_the_short_identity():
-    """The long form of the decay's gradient, used by half types, is the same mathematics."""
+def test_decay_gradient_of_half_types_is_that_of_float32():
+    """Half inputs are widened before the decay's gradient is summed."""
     for dtype in (torch.bfloat16, torch.float16):
         inputs = core_inputs(s=40, m=2, dtype=dtype)
         narrow = [inputs[0], inputs[1].float(), *inputs[2:4], inputs[4].float()]

@@ -200,12 +200,12 @@ def draw(logits_bw: Tensor, uniform_b: Tensor) -> Tensor:
 
     Args:
         logits_bw: at least one finite logit per row.
-        uniform_b: numbers in [0, 1).
+        uniform_b: numbers from 0 to 1, in the logits' dtype.
     """
     reached_bw = logits_bw.softmax(-1).cumsum(-1)
     total_b1 = reached_bw[:, -1:].contiguous()
     index = torch.searchsorted(reached_bw, uniform_b[:, None] * total_b1, right=True)
-    # Rounding may lift number * total to the total itself: then the last token with mass is meant.
+    # A number may be 1, by rounding to a narrower dtype: then the last token with mass is meant.
     last = torch.searchsorted(reached_bw, total_b1)
     return torch.minimum(index, last).squeeze(-1)
 

@@ -33,7 +33,7 @@ class _Pairs(NamedTuple):
     weight_hfF: Tensor  # only pairs with a later target
     own_glmM: Tensor | None  # C B^T of each time with itself, unless strict
     grad_cb_gfF: Tensor
-    grad_cum_fh: Tensor | None  # only in the pairwise form
+    across_lh: Tensor  # what the pairs around each step but the first send to its decay
 
 
 def grown_outer(grad_y_fhp: Tensor, c_fgr: Tensor, decay: ChunkDecay) -> Tensor:
@@ -48,10 +48,8 @@ def block_adjoint(
     b_fgr: Tensor,
     c_fgr: Tensor,
     entry_hpr: Tensor,
-    exit_hpr: Tensor,
     grad_exit_hpr: Tensor,
     strict: bool,
-    pairwise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Differentiate chunks whose states and state gradients are known; any leading axes.
 
@@ -62,33 +60,25 @@ def block_adjoint(
         b_fgr: keys.
         c_fgr: queries.
         entry_hpr: states before the chunks.
-        exit_hpr: states after the chunks.
         grad_exit_hpr: gradients of the states after the chunks.
         strict: whether a token leaves itself out of its output.
-        pairwise: sum the decay's gradient over pairs instead of using the short identity.
 
     Returns:
         Gradients of v, da, b and c.
     """
     fused, length = v_fhp.shape[-3], decay.rest_hl.shape[-1]
-    pairs = _pair_terms(grad_y_fhp, v_fhp, b_fgr, c_fgr, decay, strict, pairwise)
+    pairs = _pair_terms(grad_y_fhp, v_fhp, b_fgr, c_fgr, decay, strict)
     grow_fh1, fade_fh1 = decay.grow(fused), decay.fade(fused)
 
     carried_fhp = read_by_group(c_fgr, entry_hpr).mul_(grow_fh1)
     from_exit_fhp = read_by_group(b_fgr, grad_exit_hpr).mul_(fade_fh1)
-    if pairs.grad_cum_fh is None:
-        # README 4.2: output and value gradient already hold all the sums over pairs.
-        y_fhp = carried_fhp.add_(mix_by_head(pairs.weight_hfF, v_fhp))
-        grad_v_fhp = from_exit_fhp.add_(mix_by_head(pairs.weight_hfF.mT, grad_y_fhp))
-        grad_cum_fh = y_fhp.mul_(grad_y_fhp).sum(-1) - (v_fhp * grad_v_fhp).sum(-1)
-        grad_end_h = (grad_exit_hpr * exit_hpr).sum((-1, -2))
-    else:
-        # README 4.3: every term by itself, no cancellation.
-        left_fh = (from_exit_fhp * v_fhp).sum(-1)
-        grad_v_fhp = from_exit_fhp.add_(mix_by_head(pairs.weight_hfF.mT, grad_y_fhp))
-        grad_cum_fh = pairs.grad_cum_fh + carried_fhp.mul_(grad_y_fhp).sum(-1) - left_fh
-        kept_h = (grad_exit_hpr * entry_hpr).sum((-1, -2)) * decay.end().exp()
-        grad_end_h = left_fh.sum(-2) + kept_h
+    # README 4.2: a step fades whatever crosses it. Every term is summed by itself, none cancels.
+    left_lh = _over_ranks((from_exit_fhp * v_fhp).sum(-1), length)
+    grad_v_fhp = from_exit_fhp.add_(mix_by_head(pairs.weight_hfF.mT, grad_y_fhp))
+    read_lh = _over_ranks(carried_fhp.mul_(grad_y_fhp).sum(-1), length)
+    kept_h = (grad_exit_hpr * entry_hpr).sum((-1, -2)) * decay.end().exp()
+    grad_da_lh = read_lh.flip(-2).cumsum(-2).flip(-2) + kept_h.unsqueeze(-2)
+    grad_da_lh[..., 1:, :] += left_lh[..., :-1, :].cumsum(-2) + pairs.across_lh
 
     if pairs.own_glmM is not None:
         grad_v_fhp += _mix_own(pairs.own_glmM, grad_y_fhp)
@@ -98,9 +88,12 @@ def block_adjoint(
     grad_b_fgr += _back_by_group(fade_fh1 * v_fhp, grad_exit_hpr, b_fgr)
     grad_c_fgr = _mix_by_group(grad_cb_gfF, b_fgr)
     grad_c_fgr += _back_by_group(grow_fh1 * grad_y_fhp, entry_hpr, c_fgr)
-    grad_cum_lh = grad_cum_fh.unflatten(-2, (length, -1)).sum(-2)
-    grad_cum_lh[..., -1, :] += grad_end_h
-    return grad_v_fhp, grad_cum_lh.flip(-2).cumsum(-2).flip(-2), grad_b_fgr, grad_c_fgr
+    return grad_v_fhp, grad_da_lh, grad_b_fgr, grad_c_fgr
+
+
+def _over_ranks(x_fh: Tensor, length: int) -> Tensor:
+    """Sum over the ranks of each time: (..., f, h) -> (..., l, h)."""
+    return x_fh.unflatten(-2, (length, -1)).sum(-2)
 
 
 def _pair_terms(
@@ -110,7 +103,6 @@ def _pair_terms(
     c_fgr: Tensor,
     decay: ChunkDecay,
     strict: bool,
-    pairwise: bool,
 ) -> _Pairs:
     """Form the matrices of the chunks, with the pairs of a time with itself kept apart.
 
@@ -121,20 +113,21 @@ def _pair_terms(
     cb_gfF = k2_ssd_bmm(c_fgr, b_fgr)
     weight_hfF = weigh(cb_gfF, between_hll)
     grad_weight_hfF = grad_y_fhp.transpose(-3, -2) @ v_fhp.movedim(-3, -1)
-    grad_cum_fh = None
-    if pairwise:
-        both_hfF = grad_weight_hfF * weight_hfF
-        grad_cum_fh = (both_hfF.sum(-1) - both_hfF.sum(-2)).mT
     *lead, heads, fused, _ = weight_hfF.shape
     groups, length = b_fgr.shape[-2], between_hll.shape[-1]
     by_time = (length, fused // length, length, fused // length)
+    both_hll = grad_weight_hfF * weight_hfF
+    if fused != length:
+        both_hll = both_hll.view(*lead, heads, *by_time).sum((-1, -3))
+    # Entry t - 1: sources before t, targets from t on.
+    across_lh = both_hll.cumsum(-1).tril_(-1).sum(-2)[..., :-1].mT
     own_glmM = None
     if not strict:
         own_glmM = cb_gfF.view(*lead, groups, *by_time).diagonal(0, -4, -2).movedim(-1, -3)
         between_hll.diagonal(0, -1, -2).fill_(1)
     grad_weight_hfF.view(*lead, heads, *by_time).mul_(between_hll[..., :, None, :, None])
     by_group = grad_weight_hfF.view(*lead, groups, heads // groups, fused, fused)
-    return _Pairs(weight_hfF, own_glmM, by_group.sum(-3), grad_cum_fh)
+    return _Pairs(weight_hfF, own_glmM, by_group.sum(-3), across_lh)
 
 
 def _mix_own(own_glmM: Tensor, grad_y_fhp: Tensor) -> Tensor:

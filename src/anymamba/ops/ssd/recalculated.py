@@ -74,10 +74,8 @@ def core_backward(
     grad_v, grad_da, grad_b, grad_c = (walk.buffer(x) for x in (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr))
     grad_final = walk.rows(grad_final_bhpr)
     grad_initial = _zeros(initial_bhpr, walk)
-    # The short form of the decay's gradient cancels; half types get the long one.
-    pairwise = any(x.dtype != walk.chunks.compute for x in (v_bsmhp, b_bsmgr, c_bsmgr))
     carry = None
-    for block, entries, exits in _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr):
+    for block, entries in _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr):
         grad_y, v, b, c = (walk.fused(x, block) for x in (grad_y_bsmhp, v_bsmhp, b_bsmgr, c_bsmgr))
         decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
         grad_exits, grad_entries = _pass_back(
@@ -90,10 +88,8 @@ def core_backward(
             b,
             c,
             _joined(entries),
-            _joined(exits),
             _joined(grad_exits),
             strict,
-            pairwise,
         )
         for target, piece in zip((grad_v, grad_da, grad_b, grad_c), grads, strict=True):
             walk.write(target, block, piece)
@@ -154,8 +150,8 @@ def _pass_back(
 
 def _states_reversed(
     walk: Walk, v_bsmhp: Tensor, da_bsh: Tensor, b_bsmgr: Tensor, initial_bhpr: Tensor
-) -> Iterator[tuple[range, Tensors, Tensors]]:
-    """Yield (block, states before, states after its chunks) from the last block to the first."""
+) -> Iterator[tuple[range, Tensors]]:
+    """Yield (block, states before its chunks) from the last block to the first."""
     initial = walk.rows(initial_bhpr)
 
     def advance(block: range, carry: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -178,6 +174,6 @@ def _states_reversed(
         for block in walk.blocks[first : first + span]:
             entries, exits = advance(block, carry)
             carry = exits[-1]
-            refilled.append((block, entries, exits))
+            refilled.append((block, entries))
         while refilled:
             yield refilled.pop()
