@@ -2,8 +2,8 @@
 
 A room is a package or module directly below `anymamba`; its door is its `__init__.py`. Whoever
 stands outside a room may import only the names the door lists in `__all__`. The foundations
-(`notation`, `errors`, `settings`) are open. Tests may also look inside `ops`, because they judge
-its kernels. The direction of the arrows between rooms is import-linter's business, not ours.
+(`notation`, `errors`, `settings`, `version`) are open. Tests may also look inside `ops`, because
+they judge its kernels. The direction of the arrows between rooms is import-linter's business.
 """
 
 import ast
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-FOUNDATIONS = {"notation", "errors", "settings"}
+FOUNDATIONS = {"notation", "errors", "settings", "version"}
 TORCH_ONLY = FOUNDATIONS | {"ops", "nn", "models"}
 # A kernel file may import its own compiler; it is loaded only when its device is in use.
 COMPILERS = {"triton.py": "triton"}

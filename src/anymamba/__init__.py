@@ -26,6 +26,7 @@ from anymamba.nn import (
     RotationState,
 )
 from anymamba.ops import SsdPath
+from anymamba.version import __version__
 
 __all__ = [
     "Mamba",
@@ -50,5 +51,3 @@ __all__ = [
     "stream",
     "verify",
 ]
-
-__version__ = "0.1.0.dev0"

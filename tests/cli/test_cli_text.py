@@ -44,7 +44,7 @@ def test_stop_text_holds_back_as_little_as_possible():
     stop = StopText(["\nUser:", "END"])
     assert stop.push("hello") == "hello"
     assert stop.push(" E") == " "
-    assert stop.push("Nd") == "ENd"
+    assert stop.push("Nx") == "ENx"
     assert stop.push("\nUs") == ""
     assert stop.push("er: x") == ""
     assert stop.hit == "\nUser:"

@@ -38,7 +38,7 @@ class Disk:
 
 @pytest.mark.parametrize("route", ["safetensors", "bin", "shards"])
 @pytest.mark.parametrize("error", [OSError("disk is full"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("room", [0, 3000, 5000])
+@pytest.mark.parametrize("room", [0, 5000, 12000])
 def test_a_crash_while_saving_leaves_the_old_model_whole(
     route: str,
     error: BaseException,

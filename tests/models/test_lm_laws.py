@@ -1,21 +1,26 @@
 """The language model: forward, pieces, steps and packs are one function; the loss is exact."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import assert_same
 
 from anymamba.errors import AnyMambaError
 from anymamba.models import MambaConfig, MambaLM, preset
 from anymamba.nn import KVCache, ModelCache
+from laws import assert_same
 
 ATTENTION = {"causal": True, "num_heads": 4, "num_heads_kv": 2, "rotary_emb_dim": 4, "d_conv": 3}
 CASES = {
     "mamba1": {"ssm_cfg": {"d_state": 4}},
-    "mamba1 layernorm untied": {"ssm_cfg": {"d_state": 4}, "rms_norm": False, "tie_embeddings": False},
-    "mamba2 mlp": {"ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}, "d_intermediate": 20},
+    "mamba1 layernorm untied": {
+        "ssm_cfg": {"d_state": 4}, "rms_norm": False, "tie_embeddings": False,
+    },
+    "mamba2 mlp": {
+        "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}, "d_intermediate": 20,
+    },
     "mamba3": {"ssm_cfg": {"layer": "Mamba3", "d_state": 8, "headdim": 8}, "d_intermediate": 20},
     "mamba3 quaternion double": {
         "ssm_cfg": {
@@ -28,7 +33,9 @@ CASES = {
         "attn_layer_idx": [1],
         "attn_cfg": ATTENTION,
     },
-    "attention only": {"attn_layer_idx": [0, 1], "attn_cfg": ATTENTION | {"mlp_dim": 20, "d_conv": 0}},
+    "attention only": {
+        "attn_layer_idx": [0, 1], "attn_cfg": ATTENTION | {"mlp_dim": 20, "d_conv": 0},
+    },
 }  # fmt: skip
 
 
@@ -59,14 +66,14 @@ def assert_same_gradients(want, got):
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_equals_pieces_equals_steps(name):
-    """Logits, caches and all parameter gradients agree, from pieces at odd places to single tokens."""
+    """Logits, caches and all parameter gradients agree, from odd pieces to single tokens."""
     lm, ids = model(name), tokens(2, 9)
     head = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(2)).double()
     want = lm(ids)
     want_grads = gradients(lm, (want * head).sum())
     for cuts in ([0, 1, 5, 9], list(range(10))):
         cache, logits = None, []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             if cache is not None and len(cuts) == 10:
                 piece, cache = lm.step(ids[:, start], cache)
                 piece = piece.unsqueeze(1)
@@ -219,8 +226,8 @@ def test_rejects_bad_ids_and_caches():
         lm(tokens(1, 3)[0])
     with pytest.raises(AnyMambaError, match="must be a ModelCache"):
         lm.step(tokens(1, 1)[0], lm.empty_cache(1).layers[0])
+    cache = lm.empty_cache(1)
     with pytest.raises(AnyMambaError, match="the cache has 1 layers"):
-        cache = lm.empty_cache(1)
         lm.step(tokens(1, 1)[0], ModelCache(cache.layers[:1], cache.position_b))
 
 

@@ -122,9 +122,27 @@ def test_replaced_submodule_takes_part_and_learns(case, name):
         assert_same(torch.cat([piece[0] for piece in pieces], 1), packed_1sd, name="packed")
 
 
+def doubled(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with a forward of its own."""
+    return type("Doubled", (kind,), {"forward": lambda self, *x: 2 * kind.forward(self, *x)})
+
+
+@pytest.mark.parametrize(("case", "name"), SUBMODULES)
+def test_subclassed_submodule_is_called(case, name):
+    """A subclass with the same parameters is not bypassed by a function of its weights."""
+    block, u_bsd = build(case), tokens(2, 6).detach()
+    inner = block.get_submodule(name)
+    calls = list(verbs(block))
+    with torch.no_grad():
+        plain = {verb: run(u_bsd)[0] for verb, run in calls}
+        inner.__class__ = doubled(type(inner))
+        for verb, run in calls:
+            assert not torch.allclose(plain[verb], run(u_bsd)[0]), f"{verb} ignored {name}"
+
+
 @pytest.mark.parametrize("case", ["mamba1", "mamba2"])
-def test_parametrised_convolution_is_called(case):
-    """A weight-normed or subclassed convolution is not bypassed by the fused one."""
+def test_parametrised_convolution_follows_its_parameters(case):
+    """A weight-normed convolution starts where it was and moves with its new parameters."""
     block, u_bsd = build(case), tokens(2, 6).detach()
     with torch.no_grad():
         expected = block(u_bsd)

@@ -102,9 +102,7 @@ class Chat(SamplingOptions, ModelOptions):
         lm = self.load()
         tokenizer = self.load_tokenizer(self.tokenizer, lm)
         talk = Talk()
-        terminal.out.print(
-            f"[dim]{self.model}: type a line, /help for the commands, /quit to end[/]"
-        )
+        terminal.out.print("Type a line, /help for the commands, /quit to end.", style="dim")
         while (line := _read(terminal, talk)) is not None:
             if not line.strip():
                 continue
@@ -169,7 +167,7 @@ class Chat(SamplingOptions, ModelOptions):
             case _:
                 raise ConfigError(f"{name}: there is no such command. Type /help.")
         if name != "/help":
-            where = f"branch {talk.branch}, {talk.turns} turns, {talk.tokens} tokens"
+            where = f"branch {talk.branch}, turn {talk.turns}, {talk.tokens} tokens"
             terminal.out.print(f"{name[1:]}: {where}", style="dim", markup=False)
         terminal.document(ok=True, event=name[1:], **_where(talk))
         return True

@@ -60,7 +60,9 @@ class Convert:
             for path in sorted(Path(self.target).iterdir())
             if path.is_file()
         }
-        table = new_table(f"{escape(self.target)}: layout {self.layout}, format {self.format}")
+        head = f"[bold]{escape(self.target)}[/]: layout {self.layout}, format {self.format}"
+        terminal.out.print(f"\n{head}\n")
+        table = new_table("Files")
         table.add_column("file")
         table.add_column("size", justify="right")
         for name, size in files.items():

@@ -16,21 +16,12 @@ LIMIT = 2e-4
 
 
 class Tour(NamedTuple):
-    """What the tour found."""
+    """What the tour found: whether every law held, and the numbers of its tables."""
 
+    ok: bool
     errors: dict[str, dict[str, float | None]]
     core: list[Figure]
     scan: list[Figure]
-
-    @property
-    def worst(self) -> float:
-        """The largest error of all."""
-        return max(e for row in self.errors.values() for e in row.values() if e is not None)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every law held."""
-        return self.worst <= LIMIT
 
 
 def show_tour(terminal: Terminal, *, length: int, size: int, repeats: int) -> Tour:
@@ -46,18 +37,19 @@ def show_tour(terminal: Terminal, *, length: int, size: int, repeats: int) -> To
     with terminal.err.status("running every scan every way ..."):
         errors = {scan.name: errors_of(scan) for scan in all_scans(length)}
     out.print(_law_table(errors, length))
+    worst = max(e for row in errors.values() for e in row.values() if e is not None)
+    ok = worst <= LIMIT
+    out.print(
+        f"  {'[green]All equal[/]' if ok else '[bold red]NOT EQUAL[/]'}: "
+        f"no error above {worst:.1e} of the largest value (float32).\n"
+    )
     with terminal.err.status("timing forward and backward ..."):
         core = core_figures(core_inputs(s=size), repeats)
         scan = scan_figures(size // 2, repeats=repeats)
-    tour = Tour(errors, core, scan)
-    out.print(
-        f"  {'[green]All equal[/]' if tour.ok else '[bold red]NOT EQUAL[/]'}: "
-        f"no error above {tour.worst:.1e} of the largest value (float32).\n"
-    )
     out.print(_cost_table(f"SSD core, forward + backward, {size} tokens, 24 heads", core))
     out.print(_cost_table(f"Selective scan, forward + backward, {size // 2} tokens", scan))
     out.print("  Intermediates: peak memory beyond inputs, outputs and their gradients.\n")
-    return tour
+    return Tour(ok, errors, core, scan)
 
 
 def _law_table(rows: dict[str, dict[str, float | None]], length: int) -> Table:

@@ -20,7 +20,7 @@ from anymamba.io.layouts import (
 )
 from anymamba.io.match import EMBEDDING, HEAD, check_match, skeleton
 from anymamba.io.tensor_file import CODES
-from anymamba.io.weights_file import read_weights, write_weights
+from anymamba.io.weights_file import check_format, read_weights, write_weights
 from anymamba.models import MambaConfig, MambaLM
 
 __all__ = ["CheckpointService", "load_pretrained", "save_pretrained"]
@@ -180,6 +180,7 @@ def write_checkpoint(
         tokens: special token ids for a transformers config.
     """
     check_layout(where, layout)
+    check_format(where, format, max_shard_bytes)
     if layout == "transformers":
         # Before anything is written: the model may not exist there.
         to_transformers(where, config)

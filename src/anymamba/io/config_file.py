@@ -14,6 +14,7 @@ from anymamba.errors import AnyMambaError, CheckpointError, ConfigError
 from anymamba.io.disk import read_json, write_json
 from anymamba.io.layouts import from_transformers, to_transformers
 from anymamba.models import MambaConfig
+from anymamba.version import __version__
 
 __all__ = ["NOTES", "Description", "choose_activation", "describe", "read_config", "write_config"]
 
@@ -110,9 +111,6 @@ def write_config(
         layout: "official" or "transformers".
         tokens: special token ids for a transformers config.
     """
-    # Here, because the package itself may be what imports this room.
-    from anymamba import __version__
-
     official = config.to_dict()
     notes: dict[str, Any] = {"format": _FORMAT, "version": __version__, "layout": layout}
     if config.layer == "Mamba3":

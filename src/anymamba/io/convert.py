@@ -8,9 +8,8 @@ import torch
 
 from anymamba.errors import CheckpointError
 from anymamba.io.checkpoint import Folder, check_dtype, read_checkpoint, write_checkpoint
-from anymamba.io.config_file import NOTES
 from anymamba.io.disk import read_json, replacing
-from anymamba.io.hub import OPTIONAL_FILES, locate
+from anymamba.io.hub import TEXT_FILES, locate
 from anymamba.io.match import check_match, skeleton
 
 __all__ = ["convert_checkpoint"]
@@ -57,7 +56,12 @@ def convert_checkpoint(
     where = "convert_checkpoint"
     check_dtype(where, dtype)
     start = locate(
-        where, source, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        where,
+        source,
+        revision=revision,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        optional=TEXT_FILES,
     )
     goal = Path(target)
     if goal.exists() and os.path.samefile(start, goal):
@@ -81,7 +85,7 @@ def convert_checkpoint(
         max_shard_bytes=max_shard_bytes,
         tokens={name: entries[name] for name in _TOKENS if name in entries},
     )
-    for name in OPTIONAL_FILES:
-        if name != NOTES and (start / name).is_file():
+    for name in TEXT_FILES:
+        if (start / name).is_file():
             with open(start / name, "rb") as old, replacing(where, goal / name) as new:
                 shutil.copyfileobj(old, new)

@@ -12,13 +12,12 @@ from typing import Any
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.weights_file import WEIGHT_FILES, shards_of
 
-__all__ = ["OPTIONAL_FILES", "locate"]
+__all__ = ["TEXT_FILES", "locate"]
 
 # `name` or `owner/name`; anything else can only be meant as a path.
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# Files that belong to a model beside config and weights.
-OPTIONAL_FILES = (
-    "anymamba.json",
+# What belongs to a model's text, beside config and weights.
+TEXT_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -33,6 +32,7 @@ def locate(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
+    optional: tuple[str, ...] = (),
 ) -> Path:
     """Return the folder of a checkpoint; download what is missing if it is a name of the hub.
 
@@ -44,6 +44,7 @@ def locate(
         revision: branch, tag, commit or reference on the hub.
         cache_dir: where the hub's cache lies, if not in its usual place.
         local_files_only: never use the network.
+        optional: files to bring along if they are there.
 
     Raises:
         CheckpointError: there is no such folder or repository, or it cannot be reached.
@@ -67,10 +68,10 @@ def locate(
             "'state-spaces/mamba-130m'; it is neither. Check the path."
         )
     how = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    return _download(where, name, how)
+    return _download(where, name, how, ("anymamba.json", *optional))
 
 
-def _download(where: str, name: str, how: dict[str, Any]) -> Path:
+def _download(where: str, name: str, how: dict[str, Any], optional: tuple[str, ...]) -> Path:
     config = _fetch(where, name, "config.json", how)
     if config is None:
         raise CheckpointError(
@@ -95,8 +96,8 @@ def _download(where: str, name: str, how: dict[str, Any]) -> Path:
                     f"{shard!r} cannot be reached. Check the network and HF_HUB_OFFLINE."
                 )
             files.append(file)
-    for optional in OPTIONAL_FILES:
-        _fetch(where, name, optional, how)
+    for extra in optional:
+        _fetch(where, name, extra, how)
     if any(file.parent != config.parent for file in files):
         raise CheckpointError(
             f"{where}: the files of {_spell(name, how)} must come from one commit; it changed "

@@ -26,7 +26,7 @@ from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.disk import read_json, replacing, write_json
 from anymamba.io.tensor_file import CODES, bytes_of
 
-__all__ = ["FORMATS", "WEIGHT_FILES", "read_weights", "shards_of", "write_weights"]
+__all__ = ["FORMATS", "WEIGHT_FILES", "check_format", "read_weights", "shards_of", "write_weights"]
 
 FORMATS = ("safetensors", "bin")
 _SINGLE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
@@ -77,6 +77,17 @@ def shards_of(where: str, index: Path) -> list[str]:
     return shards
 
 
+def check_format(where: str, format: str, max_shard_bytes: int | None) -> None:
+    """Raise unless weights can be written that way."""
+    if format not in FORMATS:
+        raise ConfigError(f"{where}: format must be one of {FORMATS}; got {format!r}.")
+    if max_shard_bytes is not None and (format == "bin" or max_shard_bytes < 1):
+        raise ConfigError(
+            f"{where}: max_shard_bytes must be positive and belongs to safetensors; "
+            f"got {max_shard_bytes} with format {format!r}."
+        )
+
+
 def write_weights(
     where: str,
     directory: Path,
@@ -104,13 +115,7 @@ def write_weights(
         ConfigError: the options contradict each other.
         CheckpointError: the system refuses.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"{where}: format must be one of {FORMATS}; got {format!r}.")
-    if max_shard_bytes is not None and (format == "bin" or max_shard_bytes < 1):
-        raise ConfigError(
-            f"{where}: max_shard_bytes must be positive and belongs to safetensors; "
-            f"got {max_shard_bytes} with format {format!r}."
-        )
+    check_format(where, format, max_shard_bytes)
     old = _present(where, directory)
     if format == "bin":
         file = directory / _SINGLE[format]

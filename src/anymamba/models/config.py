@@ -147,7 +147,8 @@ def _check_names(where: str, options: dict[str, Any], block: type) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"MambaConfig: {where}: {block.__name__} has no option {name!r}.{_near(name, known)}"
+                f"MambaConfig: {where}: {block.__name__} has no option {name!r}."
+                f"{_near(name, known)}"
             )
 
 

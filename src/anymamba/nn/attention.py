@@ -99,8 +99,8 @@ class MHA(Block[KVCache]):
         """Name the sizes."""
         return (
             f"d_model={self.d_model}, num_heads={self.num_heads}, "
-            f"num_heads_kv={self.num_heads_kv}, head_dim={self.head_dim}, causal={self.causal}, d_conv={self.d_conv}, "
-            f"rotary_emb_dim={self.rotary_emb_dim}"
+            f"num_heads_kv={self.num_heads_kv}, head_dim={self.head_dim}, causal={self.causal}, "
+            f"d_conv={self.d_conv}, rotary_emb_dim={self.rotary_emb_dim}"
         )
 
     def _fresh(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:

@@ -244,8 +244,10 @@ class ModelCache(NamedTuple):
                 raise CacheError(f"ModelCache.from_tensors: unexpected tensor {name!r}.")
         if "position_b" not in tensors:
             raise CacheError("ModelCache.from_tensors: 'position_b' is missing.")
-        layers = tuple(kind.from_tensors(group) for kind, group in zip(types, groups, strict=True))
-        return cls(layers, tensors["position_b"])
+        layers: list[BlockCache] = []
+        for kind, group in zip(types, groups, strict=True):
+            layers.append(methods.from_tensors(kind, group))  # pyright: ignore[reportArgumentType]
+        return cls(tuple(layers), tensors["position_b"])
 
     @classmethod
     def join(cls, caches: "Sequence[ModelCache]") -> "ModelCache":

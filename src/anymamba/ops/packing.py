@@ -83,7 +83,8 @@ def packing(
         is_sound = (
             (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
         )
-        torch._assert_async(is_sound, f"{where}: cu_seqlens must rise from 0 to the length")
+        message = f"{where}: cu_seqlens must rise from 0 to the length"
+        torch._assert_async(is_sound, message)  # pyright: ignore[reportPrivateImportUsage]
     elif cu_seqlens.device.type != "meta" and not _is_mapped(cu_seqlens):
         numbers = tuple(cu_seqlens.tolist())
         _check_borders(where, numbers, length)
@@ -95,7 +96,8 @@ def packing(
 
 def _is_mapped(cu_seqlens: Tensor) -> bool:
     """Return whether a `torch.func` transform wraps the borders, so that they cannot be read."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens)
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.is_functorch_wrapped_tensor(cu_seqlens)
 
 
 def _check_borders(where: str, borders: tuple[int, ...], length: int) -> None:
