@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# Doctest would collect the conftest files of all folders as one module of that name.
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]
+
 
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():

@@ -336,10 +336,10 @@ def test_wrong_header_is_refused(saved, change, message):
         ("mamba2", "ssm_bhpr", None, "'ssm_bhpr' is missing"),
         ("mamba2", "ssm_bhpr", "conv_bik", "'ssm_bhpr' is missing"),
         ("mamba2", None, "extra", "unexpected tensor 'extra'"),
-        ("single", "rotation.angle_bha", None, "either angles or quaternions"),
-        ("single", "rotation.angle_bha", "rotation.angle", "unexpected tensor|either angles"),
+        ("single", "rotation.angle_bha", None, "angles or quaternions"),
+        ("single", "rotation.angle_bha", "rotation.angle", "angles or quaternions"),
         ("double", "rotation.quaternion_bhj4", {"shape": [2, 3, 2, 2]}, "must have size 4"),
-        ("single", None, "rotation.quaternion_bhj4", "either angles or quaternions"),
+        ("single", None, "rotation.quaternion_bhj4", "angles or quaternions"),
         ("model", "position_b", None, "position_b of a ModelCache must be a tensor"),
         ("model", "position_b", {"dtype": "F64"}, "must be torch.int64; got torch.float64"),
         ("model", "layers.1.ssm_bhpr", "layers.6.ssm_bhpr", "belongs to none of its 6 layers"),
@@ -473,21 +473,19 @@ def test_failed_write_leaves_the_old_file_whole(saved, monkeypatch, place, error
 
 
 def test_killed_writer_leaves_the_old_file_whole(saved):
-    """A process that dies between two writes leaves the old file readable."""
+    """A process that dies in the middle of a write leaves the old file readable."""
     program = f"""
     import builtins, os, torch
     from anymamba.io import save_state
     from anymamba.nn import Mamba1Cache
     class Dying:
-        def __init__(self, stream): self.stream, self.count = stream, 0
+        def __init__(self, stream): self.stream = stream
         def __enter__(self): return self
         def __exit__(self, *_): self.stream.close()
         def write(self, part):
-            self.count += 1
-            self.stream.write(part)
+            self.stream.write(part[:100])
             self.stream.flush()
-            if self.count == 3:
-                os._exit(9)
+            os._exit(9)
     real = builtins.open
     builtins.open = lambda *a, **k: Dying(real(*a, **k))
     save_state(Mamba1Cache(torch.ones(1, 2, 3), torch.ones(1, 2, 4)), {str(saved)!r})
@@ -564,19 +562,13 @@ def test_permissions_and_links_survive(saved):
     assert saved.with_name("new").stat().st_mode & 0o777 == 0o640
 
 
-def test_missing_extra_is_named_and_saving_does_without(saved, monkeypatch):
-    """Without safetensors, saving works and loading says what to install."""
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    save_state(make("mamba1"), saved)
+@pytest.mark.parametrize("package", ["safetensors", "numpy"])
+def test_missing_extra_is_named(saved, monkeypatch, package):
+    """Without the extra's packages, saving says what to install and leaves the old file whole."""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
     with pytest.raises(CheckpointError, match=r"pip install 'anymamba\[io\]'") as caught:
-        load_state(saved)
+        save_state(make("mamba1"), saved)
     assert isinstance(caught.value.__cause__, ImportError)
     monkeypatch.undo()
-    assert_same_cache(make("mamba1"), load_state(saved))
-
-
-def test_needs_no_numpy(saved, monkeypatch):
-    """Neither direction imports NumPy."""
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    save_state(make("mamba1"), saved)
-    assert_same_cache(make("mamba1"), load_state(saved))
+    assert_same_cache(make(), load_state(saved))

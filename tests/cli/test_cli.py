@@ -267,8 +267,8 @@ def test_doctor_notices_a_wrong_operator(run, monkeypatch):
     assert [row["operator"] for row in result.document["operators"] if not row["ok"]] == ["ssd"]
 
 
-def test_inspect_times_every_kind_of_part(run, tmp_path):
-    """Counts are the model's, and each kind of part has a share of the time."""
+def test_inspect_times_every_kind_of_part(run, tmp_path, monkeypatch):
+    """Counts are the model's, and each kind takes the time of one, times their number."""
     config = MambaConfig(
         d_model=16,
         n_layer=2,
@@ -288,3 +288,9 @@ def test_inspect_times_every_kind_of_part(run, tmp_path):
     assert run("inspect", tmp_path, "--length", "0", "--json").document["seconds"] == {}
     text = run("inspect", tmp_path, "--length", "8").out
     assert all(kind in text for kind in kinds)
+    monkeypatch.setattr(
+        "anymamba.bench.interleaved_medians", lambda cases, repeats: dict.fromkeys(cases, 1.0)
+    )
+    document = run("inspect", tmp_path, "--json").document
+    numbers = {"embedding": 1, "norm": 5, "Mamba2": 1, "MHA": 1, "GatedMLP": 2, "head": 1}
+    assert document["seconds"] == numbers

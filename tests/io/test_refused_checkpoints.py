@@ -205,8 +205,11 @@ def test_contradicting_options_are_refused(tiny: MambaLM, folder: Path, tmp_path
 def test_without_safetensors_the_hint_says_what_to_install(
     tiny: MambaLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Writing needs no package; reading says which one is missing."""
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    """Writing and reading say which package is missing."""
     save_pretrained(tiny, tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
     with pytest.raises(CheckpointError, match=r"pip install 'anymamba\[io\]'"):
         load_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"pip install 'anymamba\[io\]'"):
+        save_pretrained(tiny, tmp_path)

@@ -46,7 +46,7 @@ class Inspect(ModelOptions):
         seconds: dict[str, float] = {}
         if self.length > 0:
             with terminal.err.status("timing a prefill ..."):
-                seconds = _seconds(lm, self.length, self.repeats)
+                seconds = _seconds(lm, count, self.length, self.repeats)
         terminal.out.print(_summary(self.model, lm, count))
         terminal.out.print(_table(count, seconds, self.length))
         activation = None
@@ -79,39 +79,30 @@ def _device(lm: "MambaLM") -> Any:
     return lm.backbone.embedding.weight.device
 
 
-def _seconds(lm: "MambaLM", length: int, repeats: int) -> dict[str, float]:
+def _seconds(lm: "MambaLM", count: "ModelCount", length: int, repeats: int) -> dict[str, float]:
     """Return the seconds of a prefill by kind of part: one is timed, and counts for all."""
     import torch
 
     from anymamba.bench import interleaved_medians
     from anymamba.nn import add_norm
 
-    like = lm.backbone.embedding.weight
-    ids_bs = torch.zeros(1, length, dtype=torch.int64, device=like.device)
+    ids_bs = torch.zeros(1, length, dtype=torch.int64, device=_device(lm))
+    in_fp32 = lm.config.residual_in_fp32
     layers: list[Any] = list(lm.backbone.layers)
     with torch.inference_mode():
         x_bsd = lm.backbone.embedding(ids_bs)
-        norm = lm.backbone.norm_f
-        parts: dict[str, tuple[int, Callable[[], object]]] = {
-            "embedding": (1, lambda: lm.backbone.embedding(ids_bs)),
-            "norm": (1, lambda: add_norm(norm, x_bsd, x_bsd, lm.config.residual_in_fp32)),
+        cases: dict[str, Callable[[], object]] = {
+            "embedding": lambda: lm.backbone.embedding(ids_bs),
+            "norm": lambda: add_norm(lm.backbone.norm_f, x_bsd, x_bsd, in_fp32),
         }
-
-        def add(kind: str, call: Callable[[], object]) -> None:
-            many, first = parts.get(kind, (0, call))
-            parts[kind] = many + 1, first
-
         for layer in layers:
-            add("norm", lambda: None)
-            add(type(layer.mixer).__name__, lambda mixer=layer.mixer: mixer.prefill(x_bsd))
+            mixer = layer.mixer
+            cases.setdefault(type(mixer).__name__, lambda mixer=mixer: mixer.prefill(x_bsd))
             if layer.has_mlp:
-                add("norm", lambda: None)
-                add(type(layer.mlp).__name__, lambda mlp=layer.mlp: mlp(x_bsd))
-        add("head", lambda: lm.lm_head(x_bsd))
-        medians = interleaved_medians(
-            {kind: call for kind, (_, call) in parts.items()}, repeats=repeats
-        )
-    return {kind: many * medians[kind] for kind, (many, _) in parts.items()}
+                cases.setdefault(type(layer.mlp).__name__, lambda mlp=layer.mlp: mlp(x_bsd))
+        cases["head"] = lambda: lm.lm_head(x_bsd)
+        medians = interleaved_medians(cases, repeats=repeats)
+    return {kind: number * medians[kind] for kind, (number, _) in count.by_kind().items()}
 
 
 def _summary(name: str, lm: "MambaLM", count: "ModelCount") -> str:

@@ -19,7 +19,7 @@ from anymamba.io.layouts import (
     transformers_names,
 )
 from anymamba.io.match import EMBEDDING, HEAD, check_match, skeleton
-from anymamba.io.tensor_file import CODES
+from anymamba.io.tensor_file import DTYPES
 from anymamba.io.weights_file import check_format, read_weights, write_weights
 from anymamba.models import MambaConfig, MambaLM
 
@@ -186,9 +186,9 @@ def write_checkpoint(
         to_transformers(where, config)
         note_groups(where, config, layout)
     for name, tensor in tensors.items():
-        if (dtypes or {name: tensor.dtype})[name] not in CODES:
+        if (dtypes or {name: tensor.dtype})[name] not in DTYPES:
             raise CheckpointError(
-                f"{where}: weights must have one of {', '.join(map(str, CODES))}; {name} is "
+                f"{where}: weights must have one of {', '.join(map(str, DTYPES))}; {name} is "
                 f"{tensor.dtype}. Pass dtype=torch.float32."
             )
     kept = dict(tensors)
@@ -227,7 +227,7 @@ def _fill(model: MambaLM, stored: Mapping[str, Tensor], device: torch.device) ->
 
 def check_dtype(where: str, dtype: torch.dtype | None) -> None:
     """Raise unless weights can be stored in that dtype."""
-    if dtype is not None and dtype not in CODES:
+    if dtype is not None and dtype not in DTYPES:
         raise ConfigError(
-            f"{where}: dtype must be one of {', '.join(map(str, CODES))}; got {dtype}."
+            f"{where}: dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}."
         )

@@ -5,7 +5,7 @@ wrote the checkpoint, the activation of A, and, beside a transformers config, th
 it was made from, which has more in it.
 """
 
-import logging
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,6 @@ __all__ = ["NOTES", "Description", "choose_activation", "describe", "read_config
 NOTES = "anymamba.json"
 _FORMAT = 1
 _ACTIVATIONS = ("heavy_tail", "softplus")
-
-_log = logging.getLogger("anymamba.io")
 
 
 class Description(NamedTuple):
@@ -89,12 +87,12 @@ def choose_activation(
         if "a_activation" in config.ssm_cfg:
             return config
         a_activation = "heavy_tail"
-        _log.warning(
-            "%s: %s does not say which activation of A this Mamba-3 model was trained with; "
-            "heavy_tail is assumed, as official code does since June 2026. For older weights pass "
-            "a_activation='softplus'.",
-            where,
-            directory,
+        warnings.warn(
+            f"{where}: {directory} does not say which activation of A this Mamba-3 model was "
+            "trained with; heavy_tail is assumed, as official code does since June 2026. For older "
+            "weights pass a_activation='softplus'; `anymamba inspect MODEL --text FILE` tells "
+            "which one they want.",
+            stacklevel=2,
         )
     return replace(config, ssm_cfg={**config.ssm_cfg, "a_activation": a_activation})
 

@@ -12,7 +12,7 @@ says:
 | `sizes` | JSON: the size of each letter of the layouts, or a list of such tables |
 | `checksum` | CRC-32 of the entries above and of every tensor; finds accidents, not forgeries |
 
-Files are written by `tensor_file` and read by the safetensors library.
+Files are written and read by the safetensors library.
 """
 
 import json
@@ -20,13 +20,14 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from anymamba.errors import CacheError, CheckpointError, ShapeError
-from anymamba.io.tensor_file import CODES, bytes_of, encode, write_atomically
+from anymamba.io.tensor_file import DTYPES, bytes_of, write_safetensors
 from anymamba.nn import (
     BlockCache,
     KVCache,
@@ -95,7 +96,8 @@ def save_state(cache: State | Sequence[BlockCache], file: File) -> None:
         "sizes": json.dumps(sizes),
     }
     facts["checksum"] = _checksum(facts, tensors)
-    write_atomically("save_state", file, encode(tensors, facts))
+    # Links are followed: a state file may be one on purpose.
+    write_safetensors("save_state", Path(os.path.realpath(file)), tensors, facts)
 
 
 def load_state(file: File, device: torch.device | str | None = None) -> Any:
@@ -195,7 +197,7 @@ def _check_tensor(where: str, kind: str, name: str, tensor: object) -> None:
         raise CacheError(
             f"{where}: {name} of a {kind} must be a tensor; got {type(tensor).__name__}."
         )
-    dtypes = [torch.int64] if name in COUNTS else list(CODES)
+    dtypes = [torch.int64] if name in COUNTS else list(DTYPES)
     if tensor.dtype not in dtypes:
         raise CacheError(
             f"{where}: {name} of a {kind} must be {' or '.join(map(str, dtypes))}; "

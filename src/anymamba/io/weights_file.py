@@ -11,24 +11,25 @@ The first that exists is read. Files are mapped into memory, so a tensor costs n
 looked at.
 """
 
-import json
 import os
 import secrets
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.disk import read_json, replacing, write_json
-from anymamba.io.tensor_file import CODES, bytes_of
+from anymamba.io.tensor_file import DTYPES, write_safetensors
 
 __all__ = ["FORMATS", "WEIGHT_FILES", "check_format", "read_weights", "shards_of", "write_weights"]
 
 FORMATS = ("safetensors", "bin")
+# What other readers expect to be told.
+_METADATA = {"format": "pt"}
 _SINGLE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 _INDEX = {form: f"{name}.index.json" for form, name in _SINGLE.items()}
 # In the order of preference: safetensors cannot hold code, and one file is simpler than many.
@@ -106,7 +107,7 @@ def write_weights(
         where: the function that asks; opens every message.
         directory: an existing folder.
         tensors: what to store, by stored name, in this order.
-        dtypes: what to store it as; cast one by one while writing (`bin`: all before).
+        dtypes: what to store it as; cast file by file.
         format: "safetensors" or "bin".
         max_shard_bytes: cut safetensors into files of at most this size; a larger tensor gets a
             file of its own.
@@ -137,7 +138,8 @@ def _write_groups(
     dtypes: Mapping[str, torch.dtype],
 ) -> set[str]:
     if len(groups) == 1:
-        _write_safetensors(where, directory / _SINGLE["safetensors"], groups[0], dtypes)
+        file = directory / _SINGLE["safetensors"]
+        write_safetensors(where, file, groups[0], _METADATA, dtypes)
         return {_SINGLE["safetensors"]}
     count = len(groups)
     names = [f"model-{place:05}-of-{count:05}.safetensors" for place in range(1, count + 1)]
@@ -148,7 +150,7 @@ def _write_groups(
     written: list[Path] = []
     try:
         for name, group in zip(names, groups, strict=True):
-            _write_safetensors(where, directory / name, group, dtypes)
+            write_safetensors(where, directory / name, group, _METADATA, dtypes)
             written.append(directory / name)
         listed = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         total = sum(_bytes(x, dtypes[key]) for group in groups for key, x in group.items())
@@ -159,28 +161,6 @@ def _write_groups(
             file.unlink(missing_ok=True)
         raise
     return {*names, _INDEX["safetensors"]}
-
-
-def _write_safetensors(
-    where: str, file: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wide types first: then each tensor starts at a multiple of its element size.
-    names = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
-    end = 0
-    for name in names:
-        begin, end = end, end + _bytes(tensors[name], dtypes[name])
-        header[name] = {
-            "dtype": CODES[dtypes[name]],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(where, file) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            stream.write(bytes_of(tensors[name].to(dtypes[name])))
 
 
 def _cast(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -249,7 +229,7 @@ def _read(where: str, file: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter):
             kind = type(tensor).__name__
             _refuse(where, file, f"{name!r} is a {kind}, where only named tensors may stand")
-        if tensor.dtype not in CODES or tensor.layout != torch.strided:
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             _refuse(where, file, f"{name!r} is {tensor.dtype}, {tensor.layout}: no plain weights")
     return tensors
 

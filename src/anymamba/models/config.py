@@ -124,6 +124,7 @@ class MambaConfig:
 # Options that official constructors do not know.
 _OURS = (
     "a_activation",
+    "bcdt_rms_eps",
     "bias",
     "dt_limit",
     "learnable_init_state",
