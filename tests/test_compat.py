@@ -34,6 +34,7 @@ PRECISE = [torch.float64, torch.float32]
 
 # Names, order and defaults as upstream has them (state-spaces/mamba e9594ce, causal-conv1d 1.6.1).
 SIGNATURES = {
+    "MambaLMHeadModel": "config, initializer_cfg=None, device=None, dtype=None",
     "selective_scan_fn": "u, delta, A, B, C, D=None, z=None, delta_bias=None, "
     "delta_softplus=False, return_last_state=False",
     "selective_scan_ref": "u, delta, A, B, C, D=None, z=None, delta_bias=None, "

@@ -55,18 +55,23 @@ def test_generate_is_a_function_and_a_room():
 
 
 def test_only_torch_is_needed():
-    """Without any extra installed the library imports, runs, verifies and saves a state."""
+    """Without any extra installed the library imports, runs and verifies; files name the extra."""
     program = """
     import sys
     for name in ("safetensors", "rich", "tyro", "tokenizers", "huggingface_hub", "numpy"):
         sys.modules[name] = None
-    import tempfile, torch
+    import torch
     import anymamba as am
+    from anymamba.errors import CheckpointError
     lm = am.MambaLM(am.MambaConfig(d_model=8, n_layer=1, vocab_size=16))
     assert am.verify(lm, length=3).ok
-    cache = lm.prefill(torch.tensor([[1, 2]])).cache
-    with tempfile.TemporaryDirectory() as folder:
-        am.save_state(cache, folder + "/x.state")
+    assert am.generate(lm, [[1, 2]], max_new_tokens=2)
+    try:
+        am.save_state(lm.prefill(torch.tensor([[1, 2]])).cache, "never.state")
+    except CheckpointError as error:
+        assert "anymamba[io]" in str(error), error
+    else:
+        raise AssertionError("saved without safetensors")
     import anymamba.cli
     assert anymamba.cli.main(["doctor"]) == 2
     """

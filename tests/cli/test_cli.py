@@ -1,6 +1,7 @@
 """Laws of the command line: JSON by schema, exit codes, errors with a reason, quiet pipes."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from cli_schemas import SCHEMAS, failure, problems
 import anymamba
 from anymamba.cli import main
 from anymamba.io import load_pretrained
-from anymamba.models import MambaConfig, MambaLM
+from anymamba.models import MambaConfig, MambaLM, VerifyReport
 from anymamba.ops import ssd
 
 # Quick arguments for each command; a folder stands for the tiny checkpoint, {new} for a new one.
@@ -224,8 +225,9 @@ def test_ctrl_c_ends_cleanly(checkpoint):
     assert "Traceback" not in errors
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
 def test_the_notice_about_a_checkpoint_reaches_the_user(run, checkpoint, tmp_path):
-    """What the library logs as a warning appears on stderr; the handler does not stay behind."""
+    """What the library warns of is one line on stderr, and stdout stays JSON."""
     folder = tmp_path / "official"
     shutil.copytree(checkpoint, folder)
     (folder / "anymamba.json").unlink(missing_ok=True)
@@ -234,8 +236,23 @@ def test_the_notice_about_a_checkpoint_reaches_the_user(run, checkpoint, tmp_pat
     (folder / "config.json").write_text(json.dumps(config))
     result = run("verify", folder, "--length", "2", "--json")
     assert "heavy_tail" in result.err
-    assert result.code == 0
-    assert anymamba.__name__ not in run("verify", checkpoint, "--length", "2", "--json").err
+    assert all(line.startswith("anymamba: ") for line in result.err.splitlines())
+    assert result.document["ok"] is True
+    assert run("verify", checkpoint, "--length", "2", "--json").err == ""
+
+
+def test_what_the_library_logs_reaches_the_user(run, checkpoint, monkeypatch):
+    """Warnings of its loggers appear on stderr once, and the handler does not stay behind."""
+    logger = logging.getLogger("anymamba.models")
+
+    def noisy(*_, **__):
+        logger.warning("mind the gap")
+        return VerifyReport((), 1, 1)
+
+    monkeypatch.setattr("anymamba.models.verify", noisy)
+    for _ in range(2):
+        assert run("verify", checkpoint, "--json").err == "anymamba: mind the gap\n"
+    assert logging.getLogger("anymamba").handlers == []
 
 
 def test_doctor_knows_why_not(run):

@@ -18,7 +18,8 @@ PACKAGES = {
     "torch": ("", "everything"),
     "rich": ("cli", "the command line"),
     "tyro": ("cli", "the command line"),
-    "safetensors": ("io", "reading weights and states"),
+    "safetensors": ("io", "weights and states in files"),
+    "numpy": ("io", "needed by safetensors"),
     "tokenizers": ("io", "tokenizer.json files"),
     "huggingface_hub": ("io", "models by name"),
 }

@@ -7,6 +7,7 @@ by Ctrl-C. A reader that has had enough (`anymamba generate ... | head -1`) is n
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +44,14 @@ def _run(name: str, command: Any, terminal: Any) -> int:
     handler.setFormatter(logging.Formatter("anymamba: %(message)s"))
     log = logging.getLogger("anymamba")
     log.addHandler(handler)
+    # A person at a terminal wants the sentence, not the line of source that said it.
+    told, warnings.showwarning = warnings.showwarning, _tell
     try:
-        code = command.run(terminal)
+        with warnings.catch_warnings():
+            # Warnings are for the user too: a sentence, without the line of code behind it.
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: log.warning("%s", message)
+            code = command.run(terminal)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -59,4 +66,9 @@ def _run(name: str, command: Any, terminal: Any) -> int:
         terminal.document(ok=False, error={"type": type(error).__name__, "message": str(error)})
         return 2
     finally:
+        warnings.showwarning = told
         log.removeHandler(handler)
+
+
+def _tell(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"anymamba: {message}\n")

@@ -32,7 +32,7 @@ __all__ = ["verify"]
 # layers are independent, so n of them add up like a random walk, to sqrt(n) times as much.
 TOLERANCE = {
     "float64": 1e-10,  # rounding 1e-16, two orders of summation
-    "float32": 2e-5,  # rounding 6e-8, amplified by sums over a chunk
+    "float32": 5e-5,  # rounding 6e-8, amplified by sums over a chunk and by accumulated angles
     "float16": 2e-3,  # weights and activations rounded by 5e-4
     "bfloat16": 2e-2,  # weights and activations rounded by 4e-3
 }
@@ -64,7 +64,7 @@ def verify(
             with those of float32, so that their error includes the rounding of the weights; their
             states are not compared.
         tolerance: largest error accepted, for every dtype; by default sqrt(n_layer) times float64
-            1e-10, float32 2e-5, float16 2e-3, bfloat16 2e-2. In half types the limit rises to twice
+            1e-10, float32 5e-5, float16 2e-3, bfloat16 2e-2. In half types the limit rises to twice
             the error of the loop over time itself (the row "reference"), at most tenfold.
 
     Raises:
