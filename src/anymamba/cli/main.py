@@ -44,8 +44,6 @@ def _run(name: str, command: Any, terminal: Any) -> int:
     handler.setFormatter(logging.Formatter("anymamba: %(message)s"))
     log = logging.getLogger("anymamba")
     log.addHandler(handler)
-    # A person at a terminal wants the sentence, not the line of source that said it.
-    told, warnings.showwarning = warnings.showwarning, _tell
     try:
         with warnings.catch_warnings():
             # Warnings are for the user too: a sentence, without the line of code behind it.
@@ -66,9 +64,4 @@ def _run(name: str, command: Any, terminal: Any) -> int:
         terminal.document(ok=False, error={"type": type(error).__name__, "message": str(error)})
         return 2
     finally:
-        warnings.showwarning = told
         log.removeHandler(handler)
-
-
-def _tell(message: Warning | str, *_: object, **__: object) -> None:
-    sys.stderr.write(f"anymamba: {message}\n")
