@@ -63,7 +63,7 @@ def scan_figures(s: int = 2048, i: int = 1536, r: int = 16, repeats: int = 3) ->
 def scan_growth(lengths: Sequence[int], i: int = 1536, r: int = 16) -> dict[int, float]:
     """Measure seconds per token of the selective scan at several lengths."""
     cases = {str(s): _train(selective_scan, scan_inputs(s, i, r)) for s in lengths}
-    medians = interleaved_medians(cases, repeats=3)
+    medians = interleaved_medians(cases, repeats=7)
     return {s: medians[str(s)] / s for s in lengths}
 
 

@@ -120,7 +120,8 @@ def _pair_terms(
     if fused != length:
         both_hll = both_hll.view(*lead, heads, *by_time).sum((-1, -3))
     # Entry t - 1: sources before t, targets from t on.
-    across_lh = both_hll.cumsum(-1).tril_(-1).sum(-2)[..., :-1].mT
+    across_lh = both_hll.cumsum_(-1).tril_(-1).sum(-2)[..., :-1].mT
+    del both_hll
     own_glmM = None
     if not strict:
         own_glmM = cb_gfF.view(*lead, groups, *by_time).diagonal(0, -4, -2).movedim(-1, -3)

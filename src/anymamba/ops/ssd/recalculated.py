@@ -171,9 +171,14 @@ def _states_reversed(
     for first in range(last_span, -1, -span):
         carry = starts.pop()
         refilled = []
-        for block in walk.blocks[first : first + span]:
-            entries, exits = advance(block, carry)
-            carry = exits[-1]
+        span_blocks = walk.blocks[first : first + span]
+        for block in span_blocks:
+            if len(block) == 1 and block is span_blocks[-1]:
+                # What it leaves behind is already known from the right: only its entry is missing.
+                entries = [walk.at_start(block.start, carry, initial)]
+            else:
+                entries, exits = advance(block, carry)
+                carry = exits[-1]
             refilled.append((block, entries))
         while refilled:
             yield refilled.pop()
