@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from trained import TEXT, fresh, trained
 
 from anymamba.errors import ConfigError, ShapeError
 from anymamba.models import MambaConfig, MambaLM, compare_activations
+from trained import TEXT, fresh, trained
 
 ACTIVATIONS = ("heavy_tail", "softplus")
 IDS = torch.tensor([list(TEXT.encode())[:400]])
