@@ -72,7 +72,7 @@ def test_algorithms_equal_reference_for_any_shape(
     kind=st.sampled_from(KINDS),
     strict=st.booleans(),
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
-    m=st.integers(1, 3),
+    m=st.integers(1, 4),
     length=st.integers(1, 12),
 )
 def test_packed_equals_separate(kind, strict, lengths, m, length):
