@@ -88,14 +88,8 @@ def load(name: str) -> Golden:
 
 
 def recorded_errors(entry: dict[str, Any]) -> dict[str, float]:
-    """Collect, by quantity, the largest float32 error of the official code, loops and kernels."""
-    tables = [entry.get("fp32_official_reference_rel_error", {})]
-    tables += entry.get("fp32_official_triton_interpreter_rel_error", {}).values()
-    recorded: dict[str, float] = {}
-    for table in tables:
-        for quantity, error in table.items():
-            recorded[quantity] = max(error, recorded.get(quantity, 0.0))
-    return recorded
+    """Return, by quantity, the float32 error of the official loops."""
+    return entry.get("fp32_official_reference_rel_error", {})
 
 
 PACKED = [name for name in NAMES if "packed/u" in load(name).tensors]
@@ -158,9 +152,19 @@ def test_packed_sequences_equal_official(name: str, dtype: torch.dtype):
     golden.check_state("packed/state/", state)
 
 
+# Over 2e-2 in bfloat16, and known to be: rounded weights and inputs alone, in exact arithmetic,
+# move these outputs by 1.3e-2 to 5e-2.
+ILL_CONDITIONED = (
+    "mamba2_g1_rms1_Dhdim0",
+    "mamba2_g2_rms1_Dhdim1",
+    "mamba2_norm_before_gate",
+    "mamba2_stress_large_dt",
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_stays_near_official(name: str):
-    """In bfloat16 the output moves by 2e-2, or by twice what rounding its arguments must cause."""
+    """In bfloat16 the output moves by 2e-2; ill-conditioned ones by twice what rounding causes."""
     golden = load(name)
     block, exact = golden.block(torch.bfloat16), golden.block(torch.float64)
     exact.load_state_dict(block.state_dict())
@@ -168,8 +172,7 @@ def test_bfloat16_stays_near_official(name: str):
         for length in json.loads(golden.meta["lens"]):
             expected = golden.tensors[f"L{length}/y"]
             u_bsd = golden.tensors[f"L{length}/u"].to(torch.bfloat16)
-            # Some outputs are ill-conditioned: rounded weights and inputs alone, in exact
-            # arithmetic, move them by more than 2e-2.
-            unavoidable = relative_error(expected, exact(u_bsd.double()))
-            error = relative_error(expected, block(u_bsd))
-            assert error <= max(2e-2, 2 * unavoidable), (length, error, unavoidable)
+            error, limit = relative_error(expected, block(u_bsd)), 2e-2
+            if name in ILL_CONDITIONED:
+                limit = max(limit, 2 * relative_error(expected, exact(u_bsd.double())))
+            assert error <= limit, (length, error, limit)
