@@ -6,21 +6,22 @@ STAMP := .venv/.stamp
 # torch warns on import where NumPy is absent; nothing here needs NumPy.
 RUN := $(BIN)/python -W 'ignore:Failed to initialize NumPy'
 SOURCES := src tests tools
+KERNELS := $(wildcard native/*.h native/*.txt native/src/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all check bench docs clean
+.PHONY: help setup demo test test-all test-native check bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 setup: $(STAMP) ## create .venv with everything a contributor needs
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(KERNELS)
 	@echo "setting up .venv (a few minutes the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
-		-c constraints.txt torch -e '.[cli,io,dev]'
+		-C cmake.define.ANYMAMBA_STRICT=ON -c constraints.txt torch -e '.[cli,io,train,dev]'
 	@touch $@
 
 demo: $(STAMP) ## see the library at work
@@ -32,11 +33,16 @@ test: $(STAMP) ## run the tests and the examples in docstrings, without the slow
 test-all: $(STAMP) ## run every test
 	$(RUN) -m pytest -q --doctest-modules src tests
 
+test-native: $(STAMP) ## run the kernels under sanitizers and compile them for Arm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[native]'
+	$(RUN) tools/sanitize_native.py
+
 check: $(STAMP) ## format, lint, types, layers, doors, names, spelling
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(RUN) tools/check_doors.py
 	$(RUN) tools/check_names.py
+	$(RUN) tools/check_native.py
 	$(BIN)/codespell $(SOURCES) $(wildcard docs) $(wildcard *.md) Makefile pyproject.toml
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/basedpyright --pythonpath $(BIN)/python

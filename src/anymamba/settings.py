@@ -4,6 +4,11 @@
 |---|---|---|
 | `ANYMAMBA_DENY_NAN` | 0, 1 (default 0) | operators raise `NonFiniteError` when they meet NaN |
 | `ANYMAMBA_DENY_INF` | 0, 1 (default 0) | the same for infinities |
+| `ANYMAMBA_NATIVE` | auto (default), off, or an instruction set | what the CPU kernels run on |
+| `ANYMAMBA_NATIVE_LIBRARY` | a path (default: the built one) | another build of the CPU kernels |
+
+Instruction sets: baseline, avx2, avx512, avx512_bf16 (x86-64); neon (Arm). `anymamba doctor` says
+which of them this machine has.
 
 The environment is read once, on import. Inside a program use `override`.
 """
@@ -13,10 +18,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from anymamba.errors import ConfigError
 
-__all__ = ["Settings", "current", "override"]
+__all__ = ["NATIVE_CHOICES", "Settings", "current", "override"]
+
+NATIVE_CHOICES = ("auto", "off", "baseline", "avx2", "avx512", "avx512_bf16", "neon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,15 @@ class Settings:
 
     deny_nan: bool = False
     deny_inf: bool = False
+    native: str = "auto"
+    native_library: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.native not in NATIVE_CHOICES:
+            raise ConfigError(
+                f"settings: native (ANYMAMBA_NATIVE) must be one of {', '.join(NATIVE_CHOICES)}; "
+                f"got {self.native!r}. Unset it or correct it."
+            )
 
 
 def _flag(variable: str) -> bool:
@@ -34,11 +51,16 @@ def _flag(variable: str) -> bool:
     return text == "1"
 
 
-_base = Settings(deny_nan=_flag("ANYMAMBA_DENY_NAN"), deny_inf=_flag("ANYMAMBA_DENY_INF"))
+_base = Settings(
+    deny_nan=_flag("ANYMAMBA_DENY_NAN"),
+    deny_inf=_flag("ANYMAMBA_DENY_INF"),
+    native=os.environ.get("ANYMAMBA_NATIVE", "auto"),
+    native_library=os.environ.get("ANYMAMBA_NATIVE_LIBRARY"),
+)
 _current = _base
 # Overrides in force, oldest first. A list and not a saved value: two threads may enter and leave in
 # any order, and each must take only its own override away.
-_overrides: list[dict[str, bool]] = []
+_overrides: list[dict[str, Any]] = []
 _lock = threading.Lock()
 
 
@@ -48,7 +70,7 @@ def current() -> Settings:
 
 
 @contextmanager
-def override(**switches: bool) -> Iterator[Settings]:
+def override(**switches: Any) -> Iterator[Settings]:
     """Change switches for the length of a `with` block, in all threads.
 
     Example:
@@ -61,6 +83,7 @@ def override(**switches: bool) -> Iterator[Settings]:
         raise ConfigError(
             f"settings.override: unknown switch {unknown[0]!r}. Known: {sorted(known)}."
         )
+    replace(_base, **switches)  # a wrong value is refused before it is in force
     with _lock:
         _overrides.append(switches)
         _apply()

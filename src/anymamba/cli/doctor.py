@@ -4,12 +4,15 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
 from anymamba.cli.terminal import Terminal, new_table
+
+if TYPE_CHECKING:  # torch is imported when a command runs, not for its help
+    from anymamba.ops import NativeStatus
 
 __all__ = ["Doctor"]
 
@@ -54,12 +57,16 @@ class Doctor:
 
     def run(self, terminal: Terminal) -> int:
         """Examine and print; exit code 1 if an operator is wrong."""
+        from anymamba.ops import native_status
+
         with terminal.err.status("running every operator ..."):
             versions, devices, served = _versions(), _devices(), _operators()
+            kernels = native_status()
         ok = all(row.ok for row in served)
         terminal.out.print(_version_table(versions))
         terminal.out.print(_device_table(devices))
         terminal.out.print(_operator_table(served))
+        terminal.out.print(f"  {escape(_about(kernels))}")
         reasons = {
             f"{name}: {why.removeprefix(f'impl={name!r} ')}"
             for row in served
@@ -73,6 +80,7 @@ class Doctor:
             ok=ok,
             versions=versions,
             devices=devices,
+            kernels=kernels._asdict(),
             operators=[{**row._asdict(), "ok": row.ok} for row in served],
         )
         return 0 if ok else 1
@@ -134,6 +142,14 @@ def _operators() -> list[Served]:
         error = distance(scan, impl="auto")
         served.append(Served(OPERATORS[scan.name], scan.name, auto, refused, error))
     return served
+
+
+def _about(kernels: "NativeStatus") -> str:
+    """Say in one sentence what the compiled CPU kernels are here."""
+    if kernels.why_not is not None:
+        return f"CPU kernels: none; {kernels.why_not}. The portable code serves."
+    built = ", ".join(kernels.available)
+    return f"CPU kernels: {kernels.variant} (this machine runs {built}), on {kernels.threading}."
 
 
 def _version_table(versions: dict[str, str | None]) -> Table:

@@ -20,6 +20,7 @@ from anymamba.ops.conv import (
     causal_conv1d_step,
     extend_row,
 )
+from anymamba.ops.native import NativeStatus, native_status
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
     A_ACTIVATIONS,
@@ -97,6 +98,7 @@ __all__ = [
     "Mamba3DoubleSsdInput",
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
+    "NativeStatus",
     "QuaternionScan",
     "RowSegments",
     "ScanOutput",
@@ -129,6 +131,7 @@ __all__ = [
     "k3_ssd_chunk_state",
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
+    "native_status",
     "quaternion_conjugate",
     "quaternion_from_vector",
     "quaternion_increment",

@@ -4,13 +4,15 @@ An operator here has a forward body and a hand-written backward body in plain to
 registers both as opaque operators (a default body for every device, a fake for tracing), and puts
 one `autograd.Function` around them that saves the inputs only.
 
-    eager            Function -> bodies, called directly
+    eager            Function -> bodies, called directly: portable, or the CPU kernel
     torch.compile    Function -> torch.ops.anymamba.*: one node for the compiler, at any length
     vmap             the mapped axis is merged into an axis the operator is batched over
     double backward  the differentiable `composite` is differentiated twice
 
 Tensors that can carry a gradient come first in every signature and are always present; constants
-(flags, sizes, borders) follow.
+(flags, sizes, borders) follow. The last constant of every registered operator is `kernel`, which
+says who computes: "portable"; "native", the CPU kernel and nothing else; or "auto", the CPU kernel,
+with second derivatives from the portable composite, which "native" refuses.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from anymamba.errors import BackendError
 from anymamba.ops.checks import guard
+from anymamba.ops.native import Kernel, refusal_of
 from anymamba.ops.numerics import full_precision
 
 __all__ = ["LIBRARY", "Operator"]
@@ -45,6 +48,7 @@ class Operator:
         composite: the same values as `forward`, from differentiable torch functions.
         merge_axes: `constants -> (axis per tensor, axis per output)` that vmap merges into.
         merge_constants: `(mapped size, tensors, constants) -> constants` of the merged call.
+        native: the same bodies as a CPU kernel, if there is one.
     """
 
     def __init__(
@@ -60,30 +64,39 @@ class Operator:
         composite: Callable[..., Tensors],
         merge_axes: Callable[..., tuple[Sequence[int], Sequence[int]]],
         merge_constants: Callable[..., tuple[Any, ...]],
+        native: Kernel | None = None,
     ) -> None:
         """Register the pair and build the Function."""
         self.name = name
         self.width = len(tensors)
         self.outputs = outputs
-        self.forward = _in_full_precision(forward)
-        self.backward = _in_full_precision(backward)
+        self.native = native
+        self.forward = _choosing(name, _in_full_precision(forward), native and native.forward)
+        self.backward = _choosing(name, _in_full_precision(backward), native and native.backward)
         self.composite = composite
         self.merge_axes = merge_axes
         self.merge_constants = merge_constants
-        arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), constants])
+        arguments = [*(f"Tensor {tensor}" for tensor in tensors), constants, "str kernel"]
+        arguments = ", ".join(filter(None, arguments))
         gradients = ", ".join(f"Tensor grad_out_{place}" for place in range(outputs))
         LIBRARY.define(f"{name}_fwd({arguments}) -> ({_tensors(outputs)})")
         LIBRARY.define(f"{name}_bwd({gradients}, {arguments}) -> ({_tensors(self.width)})")
         LIBRARY.impl(f"{name}_fwd", _bare(self.forward, outputs), "CompositeExplicitAutograd")
         LIBRARY.impl(f"{name}_bwd", self.backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"anymamba::{name}_fwd", _bare(fake, outputs), lib=LIBRARY)
+        fake_fwd = _bare(lambda *args: fake(*args[:-1]), outputs)
+        torch.library.register_fake(f"anymamba::{name}_fwd", fake_fwd, lib=LIBRARY)
         torch.library.register_fake(f"anymamba::{name}_bwd", self._fake_backward, lib=LIBRARY)
         self.fwd_op = getattr(torch.ops.anymamba, f"{name}_fwd")
         self.bwd_op = getattr(torch.ops.anymamba, f"{name}_bwd")
         self.function = _recompute_function(self)
 
-    def __call__(self, *args: Any) -> Tensors:
-        """Run the operator: tensors, then constants."""
+    def refusal(self, tensors: Sequence[Tensor]) -> str | None:
+        """Say why the CPU kernel cannot serve these tensors; None when it can."""
+        return refusal_of(self.native, tensors)
+
+    def __call__(self, *args: Any, kernel: str = "portable") -> Tensors:
+        """Run the operator: tensors, then constants; `kernel` as `select_impl` returned it."""
+        args = (*args, kernel)
         tracks = torch.is_grad_enabled() and any(t.requires_grad for t in args[: self.width])
         if torch.compiler.is_compiling() and not tracks:
             # Without gradients Dynamo would hand the Function's forward one argument too many.
@@ -98,7 +111,13 @@ class Operator:
 
     def differentiable_backward(self, *args: Any) -> Tensors:
         """Compute the backward from `composite`, so that it can be differentiated again."""
-        grads, tensors, constants = self.split(args)
+        grads, tensors, (*constants, kernel) = self.split(args)
+        if kernel == "native":
+            raise BackendError(
+                f"{self.name}: impl='native' has no second derivative; the kernel's backward is "
+                "not differentiable. Use impl='auto' or impl='portable', with "
+                "path=SsdPath.serial() or SsdPath.minimal() where the operator has paths."
+            )
         pull = torch.func.vjp(lambda *t: self.composite(*t, *constants), *tensors)[1]
         return pull(tuple(grads))
 
@@ -134,6 +153,22 @@ def _in_full_precision(body: Callable[..., Tensors]) -> Callable[..., Tensors]:
     def run(*args: Any) -> Tensors:
         with full_precision(args[0]):
             return body(*args)
+
+    return run
+
+
+def _choosing(
+    name: str, portable: Callable[..., Tensors], native: Callable[..., Tensors] | None
+) -> Callable[..., Tensors]:
+    """Return the body that obeys the last constant, `kernel`."""
+
+    def run(*args: Any) -> Tensors:
+        *arguments, kernel = args
+        if kernel == "portable":
+            return portable(*arguments)
+        if native is None or kernel not in ("native", "auto"):
+            raise BackendError(f"{name}: there is no kernel {kernel!r}; use kernel='portable'.")
+        return native(*arguments)
 
     return run
 
@@ -226,7 +261,7 @@ def _merged_call(
 ) -> Any:
     """Merge a mapped axis into the axes the operator names, call once, take it apart again."""
     lead = operator.width + (operator.outputs if backward else 0)
-    constants = args[lead:]
+    *constants, kernel = args[lead:]
     if any(dim is not None for dim in in_dims[lead:]):
         raise BackendError(
             f"{operator.name}: vmap over cu_seqlens is not possible; map over the tensors only."
@@ -241,7 +276,8 @@ def _merged_call(
         unmapped.append(full[0])
         merged.append(full.movedim(0, axis).flatten(axis, axis + 1))
     inputs = unmapped[operator.outputs :] if backward else unmapped
-    results = function.apply(*merged, *operator.merge_constants(size, inputs, constants))
+    constants = operator.merge_constants(size, inputs, tuple(constants))
+    results = function.apply(*merged, *constants, kernel)
     split = [
         result.unflatten(axis, (size, -1)).movedim(axis, 0)
         for result, axis in zip(results, axes_out, strict=True)

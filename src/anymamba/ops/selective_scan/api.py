@@ -77,7 +77,6 @@ def selective_scan(
         tensor([1., 2., 3.])
     """
     where = "selective_scan"
-    impl = select_impl(where, impl)
     dims = bind_dims(where, u_bsi=u_bsi, dt_bsi=dt_bsi, a_ir=a_ir, skip_i=skip_i)
     groups = math.lcm(_bind(where, "b", b, dims), _bind(where, "c", c, dims))
     pack = None
@@ -103,7 +102,8 @@ def selective_scan(
     )
     if initial_bir is None:
         initial_bir = torch.zeros(rows, *a_ir.shape, dtype=compute, device=u_bsi.device)
-    if impl == "reference":
+    kernel = select_impl(where, impl, SELECTIVE_SCAN, (u_bsi, dt_bsi, a_ir, b, c, initial_bir))
+    if kernel == "reference":
         borders = None if pack is None else pack.cu_seqlens
         y_bsi, final_bir = selective_scan_reference(
             u_bsi, dt_bsi, a_ir, b, c, skip_i, initial_bir, cu_seqlens=borders
@@ -116,6 +116,7 @@ def selective_scan(
             *("b" in constant, "c" in constant),
             None,
             *((None, None, None) if pack is None else pack[:3]),
+            kernel=kernel,
         )
         if skip_i is not None:
             y_bsi = y_bsi + skip_i.to(compute) * u_bsi.to(compute)

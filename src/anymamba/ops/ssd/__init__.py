@@ -11,6 +11,7 @@ from anymamba.ops.ssd.api import (
     ssd_step,
 )
 from anymamba.ops.ssd.path import Mamba2SsdPath, Mamba3SsdPath, SsdPath
+from anymamba.ops.ssd.schema import SSD_CORE
 from anymamba.ops.ssd.stages import (
     ChunkDecay,
     k1_ssd_chunk_cumsum,
@@ -21,6 +22,7 @@ from anymamba.ops.ssd.stages import (
 )
 
 __all__ = [
+    "SSD_CORE",
     "ChunkDecay",
     "CoreOutput",
     "Mamba2SsdPath",

@@ -102,7 +102,8 @@ def ssd_core(
     )
     if path is not None and not isinstance(path, SsdPath):
         raise ConfigError(f"{where}: path must be an SsdPath; got {type(path).__name__}.")
-    chosen = select_impl(where, impl, path)
+    tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
+    chosen = select_impl(where, impl, SSD_CORE, tensors, path)
     guard(
         where,
         v_bsmhp=v_bsmhp,
@@ -111,20 +112,20 @@ def ssd_core(
         c_bsmgr=c_bsmgr,
         initial=initial_bhpr,
     )
-    tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
     with full_precision(v_bsmhp):
         if chosen == "reference":
             y_bsmhp, final_bhpr = ssd_core_reference(*tensors, strict, cu_seqlens)
         else:
-            y_bsmhp, final_bhpr = _portable(tensors, strict, path or SsdPath(), cu_seqlens)
+            y_bsmhp, final_bhpr = _chunked(tensors, strict, path or SsdPath(), chosen, cu_seqlens)
     guard(where, y_bsmhp=y_bsmhp, final_bhpr=final_bhpr)
     return CoreOutput(y_bsmhp, final_bhpr)
 
 
-def _portable(
+def _chunked(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     strict: bool,
     path: SsdPath,
+    kernel: str,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     v_bsmhp, b_bsmgr = tensors[0], tensors[2]
@@ -136,7 +137,9 @@ def _portable(
     # A traced loop over chunks would be unrolled anew for every length: trace the operator instead.
     if path.kind == "serial" and not torch.compiler.is_compiling():
         return ssd_core_serial(*tensors, strict, chunk_len, cu_seqlens)
-    return SSD_CORE(*tensors, strict, chunk_len, cu_seqlens)  # pyright: ignore[reportReturnType]
+    return SSD_CORE(  # pyright: ignore[reportReturnType]
+        *tensors, strict, chunk_len, cu_seqlens, kernel=kernel
+    )
 
 
 def initial_state(

@@ -12,7 +12,7 @@ from anymamba.ops.checks import check_groups, check_one_precision, guard
 from anymamba.ops.numerics import full_precision
 from anymamba.ops.packing import Packing, packing
 from anymamba.ops.select import select_impl
-from anymamba.ops.ssd import SsdPath, ssd_core
+from anymamba.ops.ssd import SSD_CORE, SsdPath, ssd_core
 from anymamba.ops.trapezoid.coefficients import TrapezoidCoefficients, lookahead_scale
 from anymamba.ops.trapezoid.reference import trapezoid_reference
 
@@ -92,12 +92,13 @@ def trapezoid_scan(
         where, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, **coefficients._asdict()
     )
     coefficients = TrapezoidCoefficients(*(x.to(compute) for x in coefficients))
-    chosen = select_impl(where, impl, path)
     pack = None
     if cu_seqlens is not None:
         pack = packing(where, cu_seqlens, dims["b"], dims["s"], v_bsmhp.device)
     rows = dims["b"] if pack is None else pack.count
     state = _state(where, state, rows, v_bsmhp, b_bsmgr, compute)
+    core_tensors = (v_bsmhp, coefficients.da, b_bsmgr, c_bsmgr, state.ssm_bhpr)
+    chosen = select_impl(where, impl, SSD_CORE, core_tensors, path)
     guard(where, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, **coefficients._asdict())
 
     with full_precision(v_bsmhp):
@@ -108,7 +109,8 @@ def trapezoid_scan(
         else:
             run = _single if pathway == "single" else _double
             y_bsmhp, ssm_bhpr = run(
-                v_bsmhp, b_bsmgr, c_bsmgr, coefficients, state, pack, path, cu_seqlens
+                *(v_bsmhp, b_bsmgr, c_bsmgr, coefficients, state, pack),
+                {"path": path, "impl": chosen, "cu_seqlens": cu_seqlens},
             )
     guard(where, y_bsmhp=y_bsmhp, ssm_bhpr=ssm_bhpr)
     if pack is None:
@@ -156,7 +158,7 @@ def _state(
     return state._replace(ssm_bhpr=state.ssm_bhpr.to(compute))
 
 
-def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):
+def _single(v, b, c, coefficients, state, pack, how):
     """README 3.1: one strict pass with look-ahead weights, plus each token's own part."""
     scale_bsh = lookahead_scale(coefficients, pack)
     y_bsmhp, ssm_bhpr = ssd_core(
@@ -166,30 +168,27 @@ def _single(v, b, c, coefficients, state, pack, path, cu_seqlens):
         c,
         boundary_seed(coefficients, state, pack),
         strict=True,
-        path=path,
-        impl="portable",
-        cu_seqlens=cu_seqlens,
+        **how,
     )
     return y_bsmhp + same_step(coefficients.gamma, v, b, c), ssm_bhpr
 
 
-def _double(v, b, c, coefficients, state, pack, path, cu_seqlens):
+def _double(v, b, c, coefficients, state, pack, how):
     """README 3.2: one pass for the tokens themselves and one for their predecessors."""
-    shared = {"path": path, "impl": "portable", "cu_seqlens": cu_seqlens}
     own, ssm = ssd_core(
         coefficients.gamma[:, :, None, :, None] * v,
         coefficients.da,
         b,
         c,
         state.ssm_bhpr,
-        **shared,
+        **how,
     )
     previous, made = ssd_core(
         coefficients.beta[:, :, None, :, None] * _shift(v, state.v_bmhp, pack),
         coefficients.da,
         _shift(b, state.k_bmgr, pack),
         c,
-        **shared,
+        **how,
     )
     return own + previous, ssm + made
 

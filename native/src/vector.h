@@ -1,0 +1,148 @@
+// Vectors of float32 by the compiler's vector extension: the same source serves every instruction
+// set, and the width follows from the one that the file is compiled for.
+//
+// Values: float32 in registers, always. Storage: float32 or bfloat16.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "variant.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#define ANYMAMBA_INLINE inline __attribute__((always_inline))
+
+namespace anymamba::ANYMAMBA_VARIANT {
+
+#if defined(__AVX512F__)
+constexpr int64_t kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kWidth = 8;
+#else
+constexpr int64_t kWidth = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kWidth * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
+
+// bfloat16 as it lies in memory: the upper half of a float32.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+ANYMAMBA_INLINE Vec splat(float value) { return Vec{} + value; }
+
+ANYMAMBA_INLINE Vec load(const float *from) {
+    Vec value;
+    memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+ANYMAMBA_INLINE void store(float *to, Vec value) { memcpy(to, &value, sizeof(value)); }
+
+ANYMAMBA_INLINE Vec load(const BFloat16 *from) {
+    HalfVec half;
+    memcpy(&half, from, sizeof(half));
+    const UintVec bits = __builtin_convertvector(half, UintVec) << 16;
+    return (Vec)bits;
+}
+
+// Round to nearest, ties to even; a NaN keeps its sign and becomes quiet, never an infinity.
+#if defined(__AVX512BF16__)
+ANYMAMBA_INLINE void store(BFloat16 *to, Vec value) {
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+    memcpy(to, &half, sizeof(half));
+}
+#else
+ANYMAMBA_INLINE void store(BFloat16 *to, Vec value) {
+    const UintVec bits = (UintVec)value;
+    const UintVec rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const UintVec quiet = (bits >> 16) | 0x40u;
+    const IntVec is_nan = value != value;
+    const UintVec chosen = ((UintVec)is_nan & quiet) | (~(UintVec)is_nan & rounded);
+    const HalfVec half = __builtin_convertvector(chosen, HalfVec);
+    memcpy(to, &half, sizeof(half));
+}
+#endif
+
+ANYMAMBA_INLINE float widen(float value) { return value; }
+
+ANYMAMBA_INLINE float widen(BFloat16 value) {
+    const uint32_t bits = (uint32_t)value.bits << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof(wide));
+    return wide;
+}
+
+ANYMAMBA_INLINE void narrow(float *to, float value) { *to = value; }
+
+ANYMAMBA_INLINE void narrow(BFloat16 *to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    const bool is_nan = value != value;
+    to->bits = is_nan ? (uint16_t)((bits >> 16) | 0x40u)
+                      : (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+ANYMAMBA_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
+    return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
+}
+
+// The parts of a row past its last whole vector: missing lanes are read as zero, never written.
+template <class T>
+ANYMAMBA_INLINE Vec load_part(const T *from, int64_t count) {
+    T lanes[kWidth] = {};
+    memcpy(lanes, from, (size_t)count * sizeof(T));
+    return load(lanes);
+}
+
+template <class T>
+ANYMAMBA_INLINE void store_part(T *to, Vec value, int64_t count) {
+    T lanes[kWidth];
+    store(lanes, value);
+    memcpy(to, lanes, (size_t)count * sizeof(T));
+}
+
+ANYMAMBA_INLINE float sum_lanes(Vec value) {
+    float lanes[kWidth];
+    store(lanes, value);
+    // A fixed tree, so that the sum is the same whatever the surrounding code looks like.
+    for (int64_t half = kWidth / 2; half > 0; half /= 2)
+        for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+// exp to about one unit in the last place over the whole range: 0 below -104, infinity above 88.73,
+// NaN stays NaN. x = n ln2 + f with |f| <= ln2 / 2, exp(f) by its Taylor polynomial of degree 7
+// (remainder 2e-9 relative), 2^n in two factors so that subnormal results are reached, not flushed.
+ANYMAMBA_INLINE Vec exp(Vec x) {
+    const Vec low = splat(-104.0f), high = splat(89.0f);
+    Vec y = select(x < low, low, x);
+    y = select(y > high, high, y);
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const Vec shifted = y * 1.44269504088896341f + magic;
+    const Vec n = shifted - magic;
+    Vec f = y - n * 0.693145751953125f;  // the leading bits of ln2, exact times n
+    f = f - n * 1.42860682030941723e-6f;
+    Vec p = splat(1.9841270e-4f);
+    p = p * f + 1.3888889e-3f;
+    p = p * f + 8.3333333e-3f;
+    p = p * f + 4.1666667e-2f;
+    p = p * f + 1.6666667e-1f;
+    p = p * f + 0.5f;
+    p = p * f * f + f + 1.0f;
+    const IntVec whole = (IntVec)shifted - (IntVec)magic;
+    const IntVec half = whole >> 1;
+    const Vec first = (Vec)((half + 127) << 23);
+    const Vec second = (Vec)((whole - half + 127) << 23);
+    return select(x == x, p * first * second, x);
+}
+
+ANYMAMBA_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+}  // namespace anymamba::ANYMAMBA_VARIANT

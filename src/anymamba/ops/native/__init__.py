@@ -1,0 +1,10 @@
+"""The CPU kernels: found, loaded, and called through their C interface.
+
+Nothing here is needed: without the compiled library every operator runs its portable body.
+"""
+
+from anymamba.ops.native.call import run_kernel
+from anymamba.ops.native.kernel import Kernel, check_storage, refusal_of
+from anymamba.ops.native.library import NativeStatus, native_status
+
+__all__ = ["Kernel", "NativeStatus", "check_storage", "native_status", "refusal_of", "run_kernel"]

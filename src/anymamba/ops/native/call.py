@@ -1,0 +1,88 @@
+"""One call of a kernel: views, sizes, workspace, threads, laid out as in `native/anymamba.h`."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anymamba.errors import BackendError
+from anymamba.ops.native.library import Library, load, native_status
+from anymamba.settings import current
+
+__all__ = ["DTYPES", "run_kernel"]
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
+_AXES = 6
+_in_forked_child = False
+
+
+def _note_fork() -> None:
+    global _in_forked_child
+    _in_forked_child = True
+
+
+# OpenMP's pool does not survive a fork: a parallel region in the child would wait for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("tensors", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("variant", ctypes.c_int64),
+    )
+
+
+def run_kernel(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+    """Call one kernel on the instruction set in force, with torch's number of threads.
+
+    Args:
+        name: a kernel of `native/anymamba.h`, such as "ssd_forward".
+        tensors: inputs, then outputs, in the kernel's order; on the CPU; None where absent.
+        sizes: axes and flags, in the kernel's order.
+
+    Raises:
+        BackendError: the kernels cannot be used.
+    """
+    library, variant = _in_force(name)
+    function = getattr(library.handle, f"anymamba_{name}")
+    function.restype = ctypes.c_int64
+    views = _views(tensors)
+    numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+    threads = 1 if _in_forked_child else torch.get_num_threads()
+    call = _Call(ctypes.addressof(views), ctypes.addressof(numbers), None, threads, variant)
+    wanted = function(ctypes.byref(call))
+    workspace = _any(tensors).new_empty(max(wanted, 1), dtype=torch.uint8)
+    call.workspace = workspace.data_ptr()
+    function(ctypes.byref(call))
+
+
+def _in_force(name: str) -> tuple[Library, int]:
+    status = native_status()
+    library = load(current().native_library)
+    if status.variant is None or isinstance(library, str):
+        raise BackendError(
+            f"{name}: the native kernel cannot run: {status.why_not}. Use impl='portable'."
+        )
+    return library, library.variants[status.variant]
+
+
+def _views(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_int64]:
+    numbers: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            numbers.extend([0] * (2 + _AXES))
+            continue
+        strides = tensor.stride()
+        numbers.extend((tensor.data_ptr(), DTYPES[tensor.dtype], *strides))
+        numbers.extend([0] * (_AXES - len(strides)))
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _any(tensors: Sequence[Tensor | None]) -> Tensor:
+    return next(tensor for tensor in tensors if tensor is not None)
