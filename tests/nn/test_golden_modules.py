@@ -152,27 +152,37 @@ def test_packed_sequences_equal_official(name: str, dtype: torch.dtype):
     golden.check_state("packed/state/", state)
 
 
-# Over 2e-2 in bfloat16, and known to be: rounded weights and inputs alone, in exact arithmetic,
-# move these outputs by 1.3e-2 to 5e-2.
-ILL_CONDITIONED = (
-    "mamba2_g1_rms1_Dhdim0",
-    "mamba2_g2_rms1_Dhdim1",
-    "mamba2_norm_before_gate",
-    "mamba2_stress_large_dt",
-)
+def rounding_alone(golden: Golden, block: Mamba | Mamba2 | Mamba3, key: str) -> float:
+    """Return the error of exact arithmetic on rounded weights and inputs.
+
+    The larger of two: with the projected inputs exact, and with them in bfloat16, which is what a
+    hook on `in_proj` has to see.
+    """
+    exact = golden.block(torch.float64)
+    exact.load_state_dict(block.state_dict())
+    u_bsd, expected = golden.tensors[key + "u"].bfloat16().double(), golden.tensors[key + "y"]
+    error = relative_error(expected, exact(u_bsd))
+    exact.in_proj.register_forward_hook(lambda _module, _args, y: y.bfloat16().double())
+    return max(error, relative_error(expected, exact(u_bsd)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_stays_near_official(name: str):
-    """In bfloat16 the output moves by 2e-2; ill-conditioned ones by twice what rounding causes."""
+    """In bfloat16 the output moves by 2e-2, in the mean square and at its worst entry.
+
+    A norm enlarges a token whose gated scan nearly cancels. Where rounding alone is beyond 2e-2
+    there (four Mamba-2 files, 2.1e-2 to 5e-2), ours may add a tenth to it at the worst entry.
+    """
     golden = load(name)
-    block, exact = golden.block(torch.bfloat16), golden.block(torch.float64)
-    exact.load_state_dict(block.state_dict())
+    block = golden.block(torch.bfloat16)
     with torch.no_grad():
         for length in json.loads(golden.meta["lens"]):
-            expected = golden.tensors[f"L{length}/y"]
-            u_bsd = golden.tensors[f"L{length}/u"].to(torch.bfloat16)
-            error, limit = relative_error(expected, block(u_bsd)), 2e-2
-            if name in ILL_CONDITIONED:
-                limit = max(limit, 2 * relative_error(expected, exact(u_bsd.double())))
-            assert error <= limit, (length, error, limit)
+            key = f"L{length}/"
+            expected = golden.tensors[key + "y"]
+            actual = block(golden.tensors[key + "u"].bfloat16())
+            mean_square = float((actual.double() - expected).norm() / expected.norm())
+            assert mean_square <= 2e-2, (length, mean_square)
+            error = relative_error(expected, actual)
+            floor = rounding_alone(golden, block, key)
+            limit = 2e-2 if floor <= 2e-2 else 1.1 * floor
+            assert error <= limit, (length, error, limit, floor)

@@ -249,7 +249,7 @@ def test_operator_obeys_its_schema():
     for length in (2, 9):
         x, weight, bias, window = make(2, length, 4, dtype=torch.float32)
         for kept in (None, torch.arange(length) > 0):
-            arguments = (x, window, weight, bias, kept, True)
+            arguments = (x, window, weight, bias, kept, True, "portable")
             torch.library.opcheck(torch.ops.anymamba.causal_conv1d_fwd.default, arguments)
             torch.library.opcheck(
                 torch.ops.anymamba.causal_conv1d_bwd.default, (x, window, *arguments)

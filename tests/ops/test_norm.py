@@ -276,9 +276,9 @@ def test_operators_obey_their_schemas():
                 other.dtype,
             )
     ops = torch.ops.anymamba
-    torch.library.opcheck(ops.rms_norm_bwd.default, (x, x, weight, 1e-5, 3))
+    torch.library.opcheck(ops.rms_norm_bwd.default, (x, x, weight, 1e-5, 3, "portable"))
     for before in (True, False):
-        arguments = (z, x, z, weight, 1e-5, 3, before)
+        arguments = (z, x, z, weight, 1e-5, 3, before, "portable")
         torch.library.opcheck(ops.gated_rms_norm_bwd.default, arguments)
 
 

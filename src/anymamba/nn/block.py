@@ -8,7 +8,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ __all__ = ["Block", "InverseSoftplus", "check_scan_options", "is_plain", "reject
 CacheT = TypeVar("CacheT", bound=tuple[Any, ...])
 
 
+class StateSpec(NamedTuple):
+    """What one tensor of a cache must be; its first axis, the batch, is left out."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Block(nn.Module, ABC, Generic[CacheT]):
     """A sequence mixer with an explicit state; `Mamba`, `Mamba2` and `Mamba3` are final."""
 
@@ -36,6 +43,11 @@ class Block(nn.Module, ABC, Generic[CacheT]):
     d_model: int
     layer_idx: int | None
     in_proj: nn.Module
+
+    def __init__(self) -> None:
+        """Prepare the memory of `_cache_specs`."""
+        super().__init__()
+        self._specs_by_dtype: dict[torch.dtype, dict[str, StateSpec]] = {}
 
     @abstractmethod
     def _sequence(
@@ -166,6 +178,8 @@ class Block(nn.Module, ABC, Generic[CacheT]):
 
     def _like(self) -> Tensor:
         """Return a parameter that tells the module's device and activation dtype."""
+        if type(self.in_proj) is nn.Linear:
+            return self.in_proj.weight
         for parameter in self.in_proj.parameters():
             if parameter.is_floating_point():
                 return parameter
@@ -209,7 +223,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 f"{where}: the cache must be a {expected}; got {type(cache).__name__}. "
                 "Use block.empty_cache(batch_size)."
             )
-        wanted = dict(named_tensors(self._fresh(count, torch.device("meta"), like.dtype)))
+        wanted = self._cache_specs(like.dtype)
         given = dict(named_tensors(cache))
         if wanted.keys() != given.keys():
             raise CacheError(
@@ -217,8 +231,27 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 "It comes from a block with another rotation."
             )
         for name, tensor in given.items():
-            _check_state(where, name, tensor, wanted[name], u.device)
+            _check_state(where, name, tensor, count, wanted[name], u.device)
         return cache
+
+    def _cache_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        """Return what the tensors of a cache must be beside activations of `dtype`.
+
+        Found out once, because a single token of a small block takes little longer than this.
+        """
+        # A traced call must not write to the module, and pays for this while tracing only.
+        if torch.compiler.is_compiling():
+            return self._find_cache_specs(dtype)
+        if dtype not in self._specs_by_dtype:
+            self._specs_by_dtype[dtype] = self._find_cache_specs(dtype)
+        return self._specs_by_dtype[dtype]
+
+    def _find_cache_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        fresh = self._fresh(1, torch.device("meta"), dtype)
+        return {
+            name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype)
+            for name, tensor in named_tensors(fresh)
+        }
 
     def _segmented(
         self,
@@ -304,11 +337,11 @@ def _autocasts(device: str) -> bool:
 
 
 def _check_state(
-    where: str, name: str, tensor: Tensor, wanted: Tensor, device: torch.device
+    where: str, name: str, tensor: Tensor, count: int, wanted: StateSpec, device: torch.device
 ) -> None:
-    if tensor.shape != wanted.shape:
+    if tensor.shape != (count, *wanted.shape):
         raise CacheError(
-            f"{where}: {name} of the cache must have shape {tuple(wanted.shape)}; "
+            f"{where}: {name} of the cache must have shape {(count, *wanted.shape)}; "
             f"got {tuple(tensor.shape)}. The first axis is the batch, or the packed sequences."
         )
     if tensor.device != device:

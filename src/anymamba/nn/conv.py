@@ -42,7 +42,7 @@ def convolve(
         )
     # Hooked or swapped: the module sees the tokens behind their windows.
     row_bSv, token_s, last_bvk = extend_row(x_bsv, window_bvk, cu_seqlens=cu_seqlens)
-    y_bvS = conv1d(row_bSv.transpose(1, 2))
+    y_bvS = conv1d(row_bSv.to(x_bsv.dtype).transpose(1, 2))
     y_bsv = y_bvS.transpose(1, 2).index_select(1, token_s)
     return ConvOutput(F.silu(y_bsv) if activation == "silu" else y_bsv, last_bvk)
 

@@ -183,6 +183,8 @@ def extend_row(
 ) -> ExtendedRow:
     """Put windows in front of the tokens they precede: of each row, or of each packed sequence.
 
+    The row has the wider dtype of the two, so that nothing is lost.
+
     Args:
         x_bsv: tokens, channels last.
         window_bvk: the k columns before each row; one per sequence when packed.
@@ -198,7 +200,7 @@ def extend_row(
     width = window_bvk.shape[2]
     if cu_seqlens is None:
         _check_rows(where, window_bvk, batch, "batch")
-        row_bSv = torch.cat([window_bvk.transpose(1, 2).to(x_bsv.dtype), x_bsv], 1)
+        row_bSv = torch.cat([window_bvk.transpose(1, 2), x_bsv], 1)
         token_s = torch.arange(width, width + length, device=x_bsv.device)
         return ExtendedRow(row_bSv, token_s, _slide(window_bvk, x_bsv))
     pack = packing(where, cu_seqlens, batch, length, x_bsv.device)

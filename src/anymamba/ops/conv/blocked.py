@@ -111,6 +111,9 @@ def _backward(
     compute = accumulate_dtype(x_bsv.dtype)
     weight_kv = weight_vk.to(compute).t().contiguous()
     width = weight_vk.shape[1]
+    # The last window copies tokens, from the one of this index on; a negative one is the window's.
+    copied_from = x_bsv.shape[1] - width
+    grad_last_bkv = grad_last_bvk.transpose(1, 2)
     grad_x_bsv = x_bsv.new_empty(x_bsv.shape)
     grad_weight_kv = torch.zeros_like(weight_kv)
     grad_bias_v = torch.zeros_like(bias_v, dtype=compute)
@@ -129,17 +132,21 @@ def _backward(
         for j in range(width):
             grad_weight_kv[j] += (grad_blv * ext_bSv[:, j : j + length]).sum(dim=(0, 1))
         grad_bSv = torch.cat([grad_blv, after_bKv], dim=1)
-        grad_x_bsv[:, start:stop] = _taps(grad_bSv, weight_kv.flip(0))
+        grad_x_blv = _taps(grad_bSv, weight_kv.flip(0))
+        first = max(start, copied_from)
+        if first < stop:
+            grad_x_blv[:, first - start :] += grad_last_bkv[
+                :, first - copied_from : stop - copied_from
+            ]
+        grad_x_bsv[:, start:stop] = grad_x_blv
         after_bKv = grad_bSv[:, : width - 1]
     # The oldest column of the window meets no output: k zeros before `after` give it none.
     grad_window_bkv = _taps(F.pad(after_bKv, (0, 0, width, 0)), weight_kv.flip(0))
-    grad_window_bvk = grad_window_bkv.transpose(1, 2).to(window_bvk.dtype).contiguous()
-    copied = min(x_bsv.shape[1], width)
-    grad_x_bsv[:, -copied:] += grad_last_bvk[:, :, width - copied :].transpose(1, 2)
-    grad_window_bvk[:, :, copied:] += grad_last_bvk[:, :, : width - copied]
+    if copied_from < 0:
+        grad_window_bkv[:, copied_from:] += grad_last_bkv[:, :-copied_from]
     return (
         grad_x_bsv,
-        grad_window_bvk,
+        grad_window_bkv.transpose(1, 2).to(window_bvk.dtype).contiguous(),
         grad_weight_kv.t().to(weight_vk.dtype).contiguous(),
         grad_bias_v.to(bias_v.dtype),
     )

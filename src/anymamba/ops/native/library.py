@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,9 +96,8 @@ def load(file: str | None) -> Library | str:
 
 def _find() -> Path | None:
     # An editable install has two places: the sources, and where the build put the library.
-    import anymamba
-
-    places = [Path(place) / _FILE for place in anymamba.__path__]
+    package = sys.modules[__name__.partition(".")[0]]
+    places = [Path(place) / _FILE for place in package.__path__]
     return next((place for place in places if place.is_file()), None)
 
 
