@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kernels import running
+
 # Doctest would collect the conftest files of all folders as one module of that name.
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]
 
@@ -14,3 +16,11 @@ def poison_uninitialised_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def dtype(request):
+    """The dtype of a test marked `kernels.PRECISIONS`, with its implementation in force."""
+    name, _, kind = request.param.partition(" ")
+    with running(kind or "any"):
+        yield getattr(torch, name)

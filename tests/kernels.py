@@ -1,12 +1,13 @@
 """The CPU kernels of this machine, as further kinds of the laws that every implementation keeps.
 
-A kind is a name such as "serial" or "native-avx2". `running(kind)` puts its instruction set in
-force for a whole law, backward included; `dtype_of(kind)` is the widest dtype that it computes in.
+A kind is a name such as "portable", "serial" or "native-avx2". `running(kind)` puts its instruction
+set in force for a whole law, backward included; `dtype_of(kind)` is its widest dtype. A test marked `PRECISIONS` runs in float64 and, in float32, on the portable code and every kernel.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from anymamba.ops import native_status
@@ -14,6 +15,12 @@ from anymamba.settings import override
 
 # Without a built library the list is empty, and the laws hold for what is left.
 NATIVE = [f"native-{variant}" for variant in native_status().available]
+
+EVERY_KIND = ["portable", *NATIVE]
+# The fixture `dtype` of conftest.py makes a dtype of each, with its kind in force.
+PRECISIONS = pytest.mark.parametrize(
+    "dtype", ["float64", *(f"float32 {kind}" for kind in EVERY_KIND)], indirect=True
+)
 
 
 def is_native(kind: str) -> bool:
@@ -28,9 +35,10 @@ def dtype_of(kind: str) -> torch.dtype:
 
 @contextmanager
 def running(kind: str) -> Iterator[None]:
-    """Put the instruction set of a kind in force; other kinds change nothing."""
-    if not is_native(kind):
-        yield
-        return
-    with override(native=kind.removeprefix("native-")):
+    """Put the instruction set of a kind in force; "portable" turns the kernels off."""
+    if is_native(kind):
+        choice = kind.removeprefix("native-")
+    else:
+        choice = "off" if kind == "portable" else "auto"
+    with override(native=choice):
         yield

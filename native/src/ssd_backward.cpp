@@ -1,7 +1,387 @@
-#include "vector.h"
+// The SSD core, backward: the chunks of a row from right to left, from the inputs alone.
+//
+// tensors: grad_y, grad_final, v, da, b, c, initial, cu_seqlens or nothing,
+//          grad_v, grad_da, grad_b, grad_c, grad_initial
+// sizes:   as in ssd_forward.cpp
+#include "parallel.h"
+#include "ssd_adjoint.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
+namespace ssd {
+namespace {
 
-int64_t ssd_backward(const anymamba_call &) { return -1; }
+struct Tensors {
+    const anymamba_tensor &grad_y, &grad_final, &v, &da, &b, &c, &initial, &borders;
+    const anymamba_tensor &grad_v, &grad_da, &grad_b, &grad_c, &grad_initial;
+
+    explicit Tensors(const anymamba_tensor *t)
+        : grad_y(t[0]),
+          grad_final(t[1]),
+          v(t[2]),
+          da(t[3]),
+          b(t[4]),
+          c(t[5]),
+          initial(t[6]),
+          borders(t[7]),
+          grad_v(t[8]),
+          grad_da(t[9]),
+          grad_b(t[10]),
+          grad_c(t[11]),
+          grad_initial(t[12]) {}
+};
+
+// The memory that all workers see.
+struct Shared {
+    Piece *pieces;
+    float *kept;    // states at the borders of segments: [segment][row][head]
+    float *shares;  // of split groups: [task][chunk of the segment][b, c][state][position]
+    char *workers;
+
+    Shared(Arena &arena, const Sizes &sizes, const Plan &plan) {
+        pieces = arena.take<Piece>(plan.pieces);
+        kept = arena.take(plan.kept_states(sizes));
+        shares = arena.take(plan.share_size(sizes));
+        workers = arena.take<char>(0);
+    }
+};
+
+// The memory of one worker.
+struct Own {
+    float *states;       // [chunk of the segment][head of the block]
+    float *grad_states;  // [head of the block]
+    float *grad_b, *grad_c;
+    AdjointBuffers adjoint;
+
+    Own(Arena &arena, const Sizes &sizes, const Plan &plan)
+        : states(arena.take(plan.length * plan.sharing * plan.state_size)),
+          grad_states(arena.take(plan.sharing * plan.state_size)),
+          grad_b(arena.take(plan.splits ? 0 : plan.rows_size(sizes))),
+          grad_c(arena.take(plan.splits ? 0 : plan.rows_size(sizes))),
+          adjoint(arena, sizes, plan) {}
+};
+
+struct Task {
+    int64_t index, row, first_head, heads;
+};
+
+// Heads that are walked together.
+struct Block {
+    int64_t row, first_head, heads;
+};
+
+struct Backward {
+    Sizes sizes;
+    Tensors tensors;
+    Plan plan;
+
+    explicit Backward(const anymamba_call &call)
+        : sizes(call.sizes), tensors(call.tensors), plan(sizes, tensors.borders, call.threads) {}
+
+    Task task_of(int64_t index) const;
+    void run(const anymamba_call &call, const Shared &shared, int64_t per_worker) const;
+    void keep_states(const Task &task, const Shared &shared, Own &own) const;
+    void walk(const Task &task, int64_t segment, const Shared &shared, Own &own) const;
+    void walk_block(const Task &task, const Block &block, int64_t segment, const Shared &shared,
+                    Own &own) const;
+    void refill(const Block &block, const Piece *pieces, int64_t count, const float *entry,
+                Own &own) const;
+    void back_through_chunk(const Block &block, const Piece &piece, const float *states,
+                            float *grad_b, float *grad_c, bool first, Own &own) const;
+    void advance(const Block &block, const Piece &piece, const float *from, float *to,
+                 Own &own) const;
+    void add_shares(int64_t segment, const Shared &shared, int64_t threads) const;
+    void pass_empty_sequences() const;
+
+    Chunk chunk_of(int64_t row, const Piece &piece) const {
+        return Chunk{row, piece.start, piece.steps};
+    }
+    int64_t sequence_of(int64_t row, const Piece &piece) const {
+        return sizes.sequences > 0 ? piece.sequence : row;
+    }
+    float *kept_state(const Shared &shared, int64_t segment, int64_t row, int64_t head) const {
+        const int64_t place = ((segment - 1) * sizes.rows + row) * sizes.heads + head;
+        return shared.kept + place * plan.state_size;
+    }
+    void load_state(const anymamba_tensor &from, int64_t sequence, int64_t head, float *to) const;
+    void store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
+                     const float *from) const;
+    void write_group(const anymamba_tensor &to, const Chunk &chunk, int64_t group,
+                     const float *from) const;
+};
+
+Task Backward::task_of(int64_t index) const {
+    if (!plan.splits) {
+        const int64_t first = index % plan.parts * plan.sharing;
+        return {index, index / plan.parts, first, at_most(plan.sharing, sizes.heads - first)};
+    }
+    const int64_t group_heads = sizes.heads / sizes.groups;
+    const int64_t part = index % plan.parts, group = index / plan.parts % sizes.groups;
+    const int64_t first = part * group_heads / plan.parts;
+    const int64_t last = (part + 1) * group_heads / plan.parts;
+    return {index, index / plan.parts / sizes.groups, group * group_heads + first, last - first};
+}
+
+// body(block) for the blocks of a task, which are of nearly equal size.
+template <class Body>
+void for_task_blocks(const Task &task, int64_t sharing, const Body &body) {
+    const int64_t blocks = parts_of(task.heads, sharing);
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block * task.heads / blocks, last = (block + 1) * task.heads / blocks;
+        body(Block{task.row, task.first_head + first, last - first});
+    }
+}
+
+// States lie in panels over the state axis, [panel][width][kPanel], with zeros past its end.
+void Backward::load_state(const anymamba_tensor &from, int64_t sequence, int64_t head,
+                          float *to) const {
+    const int64_t first = sequence * from.stride[0] + head * from.stride[1];
+    for (int64_t p = 0; p < sizes.width; ++p) {
+        for (int64_t r = 0; r < sizes.state_padded(); ++r) {
+            const int64_t place = first + p * from.stride[2] + r * from.stride[3];
+            to[(r / kPanel * sizes.width + p) * kPanel + r % kPanel] =
+                r < sizes.state ? read(from, place) : 0.0f;
+        }
+    }
+}
+
+void Backward::store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
+                           const float *from) const {
+    const int64_t first = sequence * to.stride[0] + head * to.stride[1];
+    for (int64_t p = 0; p < sizes.width; ++p)
+        for (int64_t r = 0; r < sizes.state; ++r)
+            write(to, first + p * to.stride[2] + r * to.stride[3],
+                  from[(r / kPanel * sizes.width + p) * kPanel + r % kPanel]);
+}
+
+// K3 and K4: the states of a block's heads behind a chunk, from those before it.
+void Backward::advance(const Block &block, const Piece &piece, const float *from, float *to,
+                       Own &own) const {
+    const Chunk chunk = chunk_of(block.row, piece);
+    const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
+    for (int64_t place = 0; place < block.heads; ++place) {
+        const int64_t head = block.first_head + place, group = sizes.group_of(head);
+        if (place == 0 || group != sizes.group_of(head - 1))
+            copy_to_panels(Rows(tensors.b, chunk, sizes.rank, group), adjoint.positions,
+                           adjoint.padded, sizes.state, own.adjoint.b);
+        adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.da, head);
+        adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size);
+    }
+}
+
+// The states before each of `count` chunks, into own.states; `entry` is the state before the first
+// one, of neighbouring heads, where no sequence opens there.
+void Backward::refill(const Block &block, const Piece *pieces, int64_t count, const float *entry,
+                      Own &own) const {
+    const int64_t size = block.heads * plan.state_size;
+    for (int64_t chunk = 0; chunk < count; ++chunk) {
+        float *states = own.states + chunk * size;
+        const Piece &piece = pieces[chunk];
+        if (piece.opens) {
+            for (int64_t place = 0; place < block.heads; ++place)
+                load_state(tensors.initial, sequence_of(block.row, piece), block.first_head + place,
+                           states + place * plan.state_size);
+        } else if (chunk == 0) {
+            memcpy(states, entry, (size_t)size * sizeof(float));
+        }
+        if (chunk + 1 < count && !piece.closes) advance(block, piece, states, states + size, own);
+    }
+}
+
+// The first pass: the states at the borders of the segments.
+void Backward::keep_states(const Task &task, const Shared &shared, Own &own) const {
+    for_task_blocks(task, plan.sharing, [&](const Block &block) {
+        const int64_t size = block.heads * plan.state_size;
+        const int64_t stop = (plan.segments - 1) * plan.length;
+        float *states = own.states;
+        for (int64_t chunk = 0; chunk < stop; ++chunk) {
+            const Piece &piece = shared.pieces[chunk];
+            if (piece.opens)
+                for (int64_t place = 0; place < block.heads; ++place)
+                    load_state(tensors.initial, sequence_of(block.row, piece),
+                               block.first_head + place, states + place * plan.state_size);
+            if (!piece.closes) advance(block, piece, states, states, own);
+            if ((chunk + 1) % plan.length == 0)
+                memcpy(kept_state(shared, (chunk + 1) / plan.length, block.row, block.first_head),
+                       states, (size_t)size * sizeof(float));
+        }
+    });
+}
+
+void Backward::back_through_chunk(const Block &block, const Piece &piece, const float *states,
+                                  float *grad_b, float *grad_c, bool first, Own &own) const {
+    const Chunk chunk = chunk_of(block.row, piece);
+    const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
+    bool opens_group = true;
+    for (int64_t place = 0; place < block.heads; ++place) {
+        const int64_t head = block.first_head + place, group = sizes.group_of(head);
+        const auto rows = [&](const anymamba_tensor &of, int64_t part) {
+            return Rows(of, chunk, sizes.rank, part);
+        };
+        if (opens_group) adjoint.share_group(rows(tensors.b, group), rows(tensors.c, group));
+        float *grad_state = own.grad_states + place * plan.state_size;
+        adjoint.take_head(rows(tensors.v, head), rows(tensors.grad_y, head), tensors.da, head);
+        adjoint.back_through_pairs(opens_group);
+        adjoint.back_to_values(grad_state);
+        const float kept = adjoint.back_through_state(states + place * plan.state_size, grad_state,
+                                                      grad_b, grad_c, first && opens_group);
+        adjoint.back_to_decay(kept);
+        adjoint.write_values(rows(tensors.grad_v, head));
+        adjoint.write_decay(tensors.grad_da, head);
+        const bool closes_group =
+            place + 1 == block.heads || sizes.group_of(head + 1) != group;
+        if (closes_group) {
+            adjoint.back_to_group(grad_b, grad_c);
+            if (!plan.splits) {
+                write_group(tensors.grad_b, chunk, group, grad_b);
+                write_group(tensors.grad_c, chunk, group, grad_c);
+            }
+        }
+        opens_group = closes_group;
+    }
+}
+
+void Backward::walk_block(const Task &task, const Block &block, int64_t segment,
+                          const Shared &shared, Own &own) const {
+    const Piece *pieces = shared.pieces + segment * plan.length;
+    const int64_t count = at_most(plan.length, plan.pieces - segment * plan.length);
+    const int64_t size = block.heads * plan.state_size;
+    const bool is_last = segment + 1 == plan.segments;
+    const float *entry =
+        segment == 0 ? nullptr : kept_state(shared, segment, block.row, block.first_head);
+    refill(block, pieces, count, entry, own);
+    // The gradient carried from the segment on the right lies where that one's state was kept.
+    if (!is_last)
+        memcpy(own.grad_states, kept_state(shared, segment + 1, block.row, block.first_head),
+               (size_t)size * sizeof(float));
+    const bool first = block.first_head == task.first_head;
+    for (int64_t chunk = count - 1; chunk >= 0; --chunk) {
+        const Piece &piece = pieces[chunk];
+        const int64_t sequence = sequence_of(block.row, piece);
+        if (piece.closes)
+            for (int64_t place = 0; place < block.heads; ++place)
+                load_state(tensors.grad_final, sequence, block.first_head + place,
+                           own.grad_states + place * plan.state_size);
+        float *grad_b = own.grad_b, *grad_c = own.grad_c;
+        if (plan.splits) {
+            grad_b = shared.shares +
+                     (task.index * plan.length + chunk) * 2 * plan.rows_size(sizes);
+            grad_c = grad_b + plan.rows_size(sizes);
+        }
+        back_through_chunk(block, piece, own.states + chunk * size, grad_b, grad_c,
+                           first || !plan.splits, own);
+        if (piece.opens)
+            for (int64_t place = 0; place < block.heads; ++place)
+                store_state(tensors.grad_initial, sequence, block.first_head + place,
+                            own.grad_states + place * plan.state_size);
+    }
+    if (segment > 0)
+        memcpy(kept_state(shared, segment, block.row, block.first_head), own.grad_states,
+               (size_t)size * sizeof(float));
+}
+
+void Backward::walk(const Task &task, int64_t segment, const Shared &shared, Own &own) const {
+    for_task_blocks(task, plan.sharing,
+                    [&](const Block &block) { walk_block(task, block, segment, shared, own); });
+}
+
+void Backward::write_group(const anymamba_tensor &to, const Chunk &chunk, int64_t group,
+                           const float *from) const {
+    const Rows rows(to, chunk, sizes.rank, group);
+    const int64_t positions = chunk.steps * sizes.rank, padded = round_up(positions, kPanel);
+    for (int64_t position = 0; position < positions; ++position) {
+        for (int64_t r = 0; r < sizes.state; r += kPanel) {
+            const float *part = from + r * padded + position * kPanel;
+            write_columns(to, rows.at(position) + r, sizes.state - r, load(part),
+                          load(part + kWidth));
+        }
+    }
+}
+
+// The gradients of B and C of split groups: shares are added in the order of the heads, whoever
+// computed them.
+void Backward::add_shares(int64_t segment, const Shared &shared, int64_t threads) const {
+    const int64_t start = segment * plan.length;
+    const int64_t count = at_most(plan.length, plan.pieces - start);
+    const int64_t size = plan.rows_size(sizes);
+    parallel_for(sizes.rows * sizes.groups * count, threads, [&](int64_t index, int64_t) {
+        const int64_t chunk = index % count, owner = index / count;
+        float *sum = shared.shares + (owner * plan.parts * plan.length + chunk) * 2 * size;
+        for (int64_t part = 1; part < plan.parts; ++part) {
+            const float *share = sum + part * plan.length * 2 * size;
+            for (int64_t at = 0; at < 2 * size; at += kWidth)
+                store(sum + at, load(sum + at) + load(share + at));
+        }
+        const Chunk at = chunk_of(owner / sizes.groups, shared.pieces[start + chunk]);
+        write_group(tensors.grad_b, at, owner % sizes.groups, sum);
+        write_group(tensors.grad_c, at, owner % sizes.groups, sum + size);
+    });
+}
+
+// A sequence without tokens hands its state through.
+void Backward::pass_empty_sequences() const {
+    for_sequences(sizes, tensors.borders, [&](int64_t sequence, int64_t start, int64_t stop) {
+        if (start < stop) return;
+        const int64_t copies = sizes.sequences > 0 ? 1 : sizes.rows;
+        for (int64_t row = 0; row < copies; ++row) {
+            for (int64_t head = 0; head < sizes.heads; ++head) {
+                for (int64_t p = 0; p < sizes.width; ++p) {
+                    for (int64_t r = 0; r < sizes.state; ++r) {
+                        const auto place = [&](const anymamba_tensor &of) {
+                            return (sequence + row) * of.stride[0] + head * of.stride[1] +
+                                   p * of.stride[2] + r * of.stride[3];
+                        };
+                        write(tensors.grad_initial, place(tensors.grad_initial),
+                              read(tensors.grad_final, place(tensors.grad_final)));
+                    }
+                }
+            }
+        }
+    });
+}
+
+void Backward::run(const anymamba_call &call, const Shared &shared, int64_t per_worker) const {
+    const auto own_of = [&](int64_t worker) {
+        Arena arena(shared.workers + worker * per_worker);
+        return Own(arena, sizes, plan);
+    };
+    cut_pieces(sizes, tensors.borders, plan.steps, shared.pieces);
+    pass_empty_sequences();
+    if (!plan.splits) {
+        parallel_for(plan.tasks, call.threads, [&](int64_t index, int64_t worker) {
+            Own own = own_of(worker);
+            const Task task = task_of(index);
+            keep_states(task, shared, own);
+            for (int64_t segment = plan.segments - 1; segment >= 0; --segment)
+                walk(task, segment, shared, own);
+        });
+        return;
+    }
+    if (plan.segments > 1)
+        parallel_for(plan.tasks, call.threads, [&](int64_t index, int64_t worker) {
+            Own own = own_of(worker);
+            keep_states(task_of(index), shared, own);
+        });
+    for (int64_t segment = plan.segments - 1; segment >= 0; --segment) {
+        parallel_for(plan.tasks, call.threads, [&](int64_t index, int64_t worker) {
+            Own own = own_of(worker);
+            walk(task_of(index), segment, shared, own);
+        });
+        add_shares(segment, shared, call.threads);
+    }
+}
+
+}  // namespace
+}  // namespace ssd
+
+int64_t ssd_backward(const anymamba_call &call) {
+    const ssd::Backward backward(call);
+    ssd::Arena own(nullptr);
+    ssd::Own(own, backward.sizes, backward.plan);
+    ssd::Arena arena(call.workspace);
+    const ssd::Shared shared(arena, backward.sizes, backward.plan);
+    const int64_t wanted = arena.used() + backward.plan.workers * own.used();
+    if (call.workspace != nullptr) backward.run(call, shared, own.used());
+    return wanted;
+}
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

@@ -28,6 +28,7 @@ from torch import Tensor
 from anymamba.errors import BackendError
 from anymamba.nn import Mamba, Mamba2, Mamba3
 from anymamba.ops import SsdPath, ssd
+from kernels import EVERY_KIND, running
 from laws import assert_same
 
 LENGTH = 9
@@ -277,23 +278,28 @@ def test_gradients_equal_finite_differences(case: Case):
 
 
 @SOME
-def test_float32_keeps_the_laws(case: Case):
-    """The tolerances of float32 suffice for all ways at once."""
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_float32_keeps_the_laws(case: Case, kind: str):
+    """The tolerances of float32 suffice for all ways at once, on every implementation."""
     block = build(case, torch.float32)
     u_bsd, cache = tokens(block, 2, 20), random_cache(block, 2)
     assert {x.dtype for x in cache.to_tensors().values()} == {torch.float32}
     expected = outcome(block, whole(impl="reference"), u_bsd, cache)
-    for way in (whole(), in_pieces(7, 1, 12), stepwise):
-        assert_agree(expected, outcome(block, way, u_bsd, cache))
+    with running(kind):
+        for way in (whole(), in_pieces(7, 1, 12), stepwise):
+            assert_agree(expected, outcome(block, way, u_bsd, cache))
+
+
+HALF = [*((torch.bfloat16, kind) for kind in EVERY_KIND), (torch.float16, "portable")]
 
 
 @SOME
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_half_types_keep_float32_states_and_the_laws(case: Case, dtype: torch.dtype):
+@pytest.mark.parametrize(("dtype", "kind"), HALF, ids=str)
+def test_half_types_keep_float32_states_and_the_laws(case: Case, dtype: torch.dtype, kind: str):
     """Steps follow the whole within rounding; the scan's state and the rotation stay float32."""
     block = build(case, dtype)
     u_bsd = tokens(block, 2, 12)
-    with torch.no_grad():
+    with torch.no_grad(), running(kind):
         y_bsd, cache = block.prefill(u_bsd)
         y_steps_bsd, cache_steps = stepwise(block, u_bsd, None)
     assert y_bsd.dtype == y_steps_bsd.dtype == dtype

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anymamba.nn import Mamba, Mamba2, Mamba3
 from golden import HERE, relative_error
+from kernels import PRECISIONS
 
 MODULES = HERE / "modules"
 NAMES = sorted(path.stem for path in MODULES.glob("*.safetensors"))
@@ -27,7 +28,6 @@ FIELDS = {
     "v_state_bhp": "v",
     "rotation.angle_bha": "angle",
 }
-PRECISIONS = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 
 
 class Golden(NamedTuple):

@@ -143,8 +143,9 @@ import os, signal, torch
 from anymamba.ops import ssd_core
 def run():
     torch.manual_seed(0)
-    v, c = torch.randn(1, 512, 1, 8, 16), torch.randn(1, 512, 1, 8, 16)
-    return ssd_core(v, -torch.rand(1, 512, 8), c, c, impl="native").y_bsmhp
+    # Small enough for torch to work on one thread: its own pool is gone in the child too.
+    v, c = torch.randn(1, 200, 1, 8, 16), torch.randn(1, 200, 1, 8, 16)
+    return ssd_core(v, -torch.rand(1, 200, 8), c, c, impl="native").y_bsmhp
 torch.set_num_threads(2)
 want = run()
 child = os.fork()

@@ -29,9 +29,10 @@ from anymamba.ops import (
 )
 from anymamba.settings import override
 from golden import check_golden, golden_case
+from kernels import NATIVE, PRECISIONS, dtype_of, is_native, running
 from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
-KINDS = ["minimal", "serial", "serial_recalculated"]
+KINDS = ["minimal", "serial", "serial_recalculated", *NATIVE]
 PATHWAYS = ["single", "double"]
 
 
@@ -61,6 +62,11 @@ def scan(**options):
     return run
 
 
+def how(kind, length):
+    """Return the options that choose an implementation."""
+    return {"impl": "native"} if is_native(kind) else {"path": SsdPath(kind, length)}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     pathway=st.sampled_from(PATHWAYS),
@@ -72,9 +78,10 @@ def scan(**options):
 )
 def test_pathways_equal_reference(pathway, kind, s, m, g, length):
     """One pass, two passes and the loop over time agree on values, states and all gradients."""
-    inputs = scan_inputs(s=s, m=m, g=g)
-    way = scan(pathway=pathway, path=SsdPath(kind, length))
-    assert_ways_agree(scan(impl="reference"), way, inputs)
+    inputs = scan_inputs(s=s, m=m, g=g, dtype=dtype_of(kind))
+    way = scan(pathway=pathway, **how(kind, length))
+    with running(kind):
+        assert_ways_agree(scan(impl="reference"), way, inputs)
 
 
 @settings(max_examples=30, deadline=None)
@@ -87,9 +94,10 @@ def test_pathways_equal_reference(pathway, kind, s, m, g, length):
 def test_packed_equals_separate(pathway, kind, lengths, m):
     """In a pack, look-ahead, seed and delay restart at each border; empty sequences keep state."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    inputs = scan_inputs(1, int(cu_seqlens[-1]), m, rows=len(lengths))
-    way = scan(pathway=pathway, path=SsdPath(kind, 4), cu_seqlens=cu_seqlens)
-    assert_ways_agree(scan(impl="reference", cu_seqlens=cu_seqlens), way, inputs)
+    inputs = scan_inputs(1, int(cu_seqlens[-1]), m, rows=len(lengths), dtype=dtype_of(kind))
+    way = scan(pathway=pathway, **how(kind, 4), cu_seqlens=cu_seqlens)
+    with running(kind):
+        assert_ways_agree(scan(impl="reference", cu_seqlens=cu_seqlens), way, inputs)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
@@ -220,7 +228,7 @@ def official_scan(inputs, *, rank, cu_seqlens=None, **options):
     return {"out": y, "angle": last_angle, "ssm": last.ssm_bhpr, "k": last_k, "v": ends}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@PRECISIONS
 @pytest.mark.parametrize("pathway", PATHWAYS)
 @pytest.mark.parametrize("name", ["states", "nostate_rope1_gqa", "bare", "L1_state", "varlen"])
 def test_siso_scan_equals_official(name, pathway, dtype):
@@ -231,7 +239,7 @@ def test_siso_scan_equals_official(name, pathway, dtype):
     check_golden(case, inputs, outputs, angles=("angle",))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@PRECISIONS
 @pytest.mark.parametrize("pathway", PATHWAYS)
 @pytest.mark.parametrize("name", ["reduce_z", "noreduce_noz", "fused_norm_gqa_rope1", "varlen"])
 def test_mimo_scan_equals_official(name, pathway, dtype):
@@ -243,7 +251,7 @@ def test_mimo_scan_equals_official(name, pathway, dtype):
     check_golden(case, inputs, outputs, angles=("angle",))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@PRECISIONS
 @pytest.mark.parametrize(("name", "pairing"), [("siso", "interleaved"), ("mimo", "half_split")])
 def test_step_equals_official(name, pairing, dtype):
     """The composed one-token update reproduces the official decode kernels."""
@@ -310,7 +318,7 @@ def test_fixed_point_is_the_unrolled_limit_of_quaternion_rotation(blocks):
 
 
 @pytest.mark.parametrize("gap", [1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@PRECISIONS
 def test_fixed_point_is_exact_near_alpha_one(gap, dtype):
     """For alpha up to 1 - 1e-6 the closed form equals a float64 linear solve, in float32 too."""
     angle = torch.tensor([0.0, 1e-5, 1e-3, 1.0])

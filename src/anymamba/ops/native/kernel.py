@@ -42,9 +42,12 @@ def refusal_of(kernel: Kernel | None, tensors: Sequence[Tensor]) -> str | None:
     return kernel.refusal(*tensors)
 
 
-@torch.compiler.assume_constant_result
 def _why_not() -> str | None:
     return native_status().why_not
+
+
+# What `torch.compiler.assume_constant_result` does; calling that would import the whole compiler.
+_why_not._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def check_storage(**tensors: Any) -> str | None:

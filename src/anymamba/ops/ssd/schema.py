@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from anymamba.ops.boundary import Operator
+from anymamba.ops.native import Kernel
 from anymamba.ops.numerics import accumulate_dtype
+from anymamba.ops.ssd import native
 from anymamba.ops.ssd.recalculated import core_backward, core_forward
 from anymamba.ops.ssd.serial import ssd_core_serial
 
@@ -55,4 +57,5 @@ SSD_CORE = Operator(
     composite=ssd_core_serial,
     merge_axes=_merge_axes,
     merge_constants=_merge_constants,
+    native=Kernel(native.refusal, native.forward, native.backward),
 )

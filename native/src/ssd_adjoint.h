@@ -1,0 +1,350 @@
+// The adjoint of one chunk (README section 4): matrix products between panels, head by head.
+//
+// Every matrix has one of two layouts: rows, [position][column], where it stands on the left of a
+// product along either axis; panels over its columns, where it stands on the right.
+#pragma once
+
+#include "ssd_plan.h"
+
+namespace anymamba::ANYMAMBA_VARIANT::ssd {
+
+struct AdjointBuffers {
+    // Of a group. Panels over the state: [panel][position][kPanel].
+    float *b, *c;
+    float *b_turned;  // panels over positions: [panel][state][kPanel]
+    // Panels over sources, [panel][target][kPanel].
+    float *pairs;      // C B^T
+    float *factors;    // decay from source to target, own pairs included unless strict
+    float *weights;    // their product
+    float *crossings;  // what each pair sends to the decay of every step between the two
+    float *grad_pairs; // rows, [target][source], summed over the heads of a block
+    // Of a head. Rows, [position][width].
+    float *grad_y, *grad_y_grown, *v_faded, *grad_v;
+    // Panels over positions, [panel][width][kPanel].
+    float *v_turned, *grad_v_turned;
+    float *read;    // [position][kWidth]: what a target sends to the decays before it, unsummed
+    float *left;    // what a source sends to the decays after it
+    float *across;  // running sums of the crossings over targets
+    float *grad_da;
+    Decay decay;
+
+    AdjointBuffers(Arena &arena, const Sizes &sizes, const Plan &plan) {
+        const int64_t positions = plan.padded, square = positions * positions;
+        b = arena.take(plan.rows_size(sizes));
+        c = arena.take(plan.rows_size(sizes));
+        b_turned = arena.take(plan.rows_size(sizes));
+        pairs = arena.take(square);
+        factors = arena.take(square);
+        weights = arena.take(square);
+        crossings = arena.take(square);
+        grad_pairs = arena.take(square);
+        const int64_t width = plan.width_stride(sizes);
+        grad_y = arena.take(positions * width);
+        grad_y_grown = arena.take(positions * width);
+        v_faded = arena.take(positions * width);
+        grad_v = arena.take(positions * width);
+        v_turned = arena.take(positions * width);
+        grad_v_turned = arena.take(positions * width);
+        read = arena.take(positions * kWidth);
+        left = arena.take(positions);
+        across = arena.take(positions);
+        grad_da = arena.take(positions);
+        decay.lay_out(arena, positions);
+    }
+};
+
+struct Adjoint {
+    const Sizes &sizes;
+    const AdjointBuffers &buffers;
+    Decay &decay;
+    Chunk chunk;
+    int64_t positions, padded, stride;  // stride: of rows over the width
+
+    Adjoint(const Sizes &of, AdjointBuffers &in, const Plan &plan, const Chunk &at)
+        : sizes(of),
+          buffers(in),
+          decay(in.decay),
+          chunk(at),
+          positions(at.steps * of.rank),
+          padded(round_up(at.steps * of.rank, kPanel)),
+          stride(plan.width_stride(of)) {}
+
+    int64_t same_time(int64_t position) const { return position / sizes.rank * sizes.rank; }
+    int64_t state_panels() const { return parts_of(sizes.state, kPanel); }
+
+    void share_group(const Rows &b, const Rows &c) const;
+    void fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const;
+    void step_state(const float *from, float *to) const;
+    void take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da, int64_t head) const;
+    void back_through_pairs(bool first) const;
+    void back_to_values(const float *grad_state) const;
+    float back_through_state(const float *state, float *grad_state, float *grad_b, float *grad_c,
+                             bool first) const;
+    void back_to_group(float *grad_b, float *grad_c) const;
+    void back_to_decay(float kept) const;
+    void write_values(const Rows &grad_v) const;
+    void write_decay(const anymamba_tensor &grad_da, int64_t head) const;
+};
+
+// Copies B and C, and forms C B^T where a source is not later than its target.
+inline void Adjoint::share_group(const Rows &b, const Rows &c) const {
+    copy_to_panels(b, positions, padded, sizes.state, buffers.b);
+    copy_to_panels(c, positions, padded, sizes.state, buffers.c);
+    const int64_t states = sizes.state_padded();
+    for (int64_t row = 0; row < padded; row += kWidth) {
+        float *turned = buffers.b_turned + row / kPanel * kPanel * states + row % kPanel;
+        for (int64_t r = 0; r < states; r += kWidth)
+            transpose_block(buffers.b + (r / kPanel * padded + row) * kPanel + r % kPanel, kPanel,
+                            turned + r * kPanel, kPanel);
+    }
+    for (int64_t source = 0; source < positions; source += kPanel) {
+        float *pairs = buffers.pairs + source * padded;
+        for_tiles(same_time(source), positions, [&](auto rows, int64_t target) {
+            auto tile = zero_tile<rows.value>();
+            multiply_panels(tile, buffers.c + target * kPanel, padded,
+                            buffers.b_turned + source * states, sizes.state);
+            store_tile(pairs + target * kPanel, kPanel, tile);
+        });
+    }
+}
+
+// The values of one head, faded to the chunk's end; all that the next state needs beside B.
+inline void Adjoint::fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const {
+    decay.fill(da, chunk, sizes.rank, head, padded);
+    for (int64_t position = 0; position < positions; ++position) {
+        float *faded = buffers.v_faded + position * stride;
+        read_row(*v.tensor, v.at(position), sizes.width, [&](int64_t column, Vec x) {
+            store(faded + column, x * decay.fade[position]);
+        });
+    }
+}
+
+// K3 and K4; the two states may be one.
+inline void Adjoint::step_state(const float *from, float *to) const {
+    for (int64_t panel = 0; panel < state_panels(); ++panel) {
+        const float *b = buffers.b + panel * padded * kPanel;
+        const int64_t at = panel * sizes.width * kPanel;
+        for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
+            auto tile = load_tile<rows.value>(from + at + p * kPanel);
+            scale_tile(tile, decay.keep);
+            multiply<Left::kByColumn>(tile, buffers.v_faded + p, stride, b, positions);
+            store_tile(to + at + p * kPanel, kPanel, tile);
+        });
+    }
+}
+
+// Reads what belongs to one head, and weighs the pairs with its decay.
+inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da,
+                               int64_t head) const {
+    decay.fill(da, chunk, sizes.rank, head, padded);
+    for (int64_t target = 0; target < positions; ++target) {
+        for_sources(decay, target, sizes.rank, padded, sizes.strict,
+                    [&](int64_t source, Vec factor, IntVec counts) {
+                        const int64_t at = (source / kPanel * padded + target) * kPanel +
+                                           source % kPanel;
+                        const Vec weight = load(buffers.pairs + at) * factor;
+                        store(buffers.factors + at, select(counts, factor, Vec{}));
+                        store(buffers.weights + at, select(counts, weight, Vec{}));
+                    });
+    }
+    copy_rows(v, positions, padded, sizes.width, buffers.v_faded, stride);
+    transpose_to_panels(buffers.v_faded, padded, stride, buffers.v_turned);
+    for (int64_t position = 0; position < positions; ++position) {
+        float *faded = buffers.v_faded + position * stride;
+        float *plain = buffers.grad_y + position * stride;
+        float *grown = buffers.grad_y_grown + position * stride;
+        for (int64_t column = 0; column < stride; column += kWidth)
+            store(faded + column, load(faded + column) * decay.fade[position]);
+        read_row(*grad_y.tensor, grad_y.at(position), sizes.width, [&](int64_t column, Vec x) {
+            store(plain + column, x);
+            store(grown + column, x * decay.grow[position]);
+        });
+    }
+}
+
+// The gradient of every weight, sent on to C B^T and to the decays between source and target.
+inline void Adjoint::back_through_pairs(bool first) const {
+    for (int64_t source = 0; source < positions; source += kPanel) {
+        const float *values = buffers.v_turned + source * stride;
+        const int64_t begin = same_time(source);
+        float *grad_pairs = buffers.grad_pairs + source;
+        if (first) {
+            for (int64_t target = 0; target < begin; ++target) {
+                store(grad_pairs + target * padded, Vec{});
+                store(grad_pairs + target * padded + kWidth, Vec{});
+            }
+        }
+        for_tiles(begin, positions, [&](auto rows, int64_t target) {
+            auto tile = zero_tile<rows.value>();
+            multiply<Left::kByRow>(tile, buffers.grad_y + target * stride, stride, values,
+                                   sizes.width);
+            const int64_t at = (source / kPanel * padded + target) * kPanel;
+#pragma GCC unroll 16
+            for (int row = 0; row < rows.value; ++row) {
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    const int64_t place = at + row * kPanel + half * kWidth;
+                    const Vec grad = tile.at[row][half];
+                    float *sum = grad_pairs + (target + row) * padded + half * kWidth;
+                    store(buffers.crossings + place, grad * load(buffers.weights + place));
+                    const Vec share = grad * load(buffers.factors + place);
+                    store(sum, first ? share : load(sum) + share);
+                }
+            }
+        });
+    }
+}
+
+// The gradient of v, transposed: what the chunk's end and the later targets send to each source.
+inline void Adjoint::back_to_values(const float *grad_state) const {
+    for (int64_t source = 0; source < positions; source += kPanel) {
+        const float *b_turned = buffers.b_turned + source * sizes.state_padded();
+        const float *values = buffers.v_turned + source * stride;
+        float *out = buffers.grad_v_turned + source * stride;
+        const int64_t begin = same_time(source);
+        const float *weights = buffers.weights + (source * padded + begin * kPanel);
+        const float *grad_y = buffers.grad_y + begin * stride;
+        const Vec fade[2] = {load(decay.fade + source), load(decay.fade + source + kWidth)};
+        Vec left[2] = {Vec{}, Vec{}};
+        for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
+            auto tile = zero_tile<rows.value>();
+            multiply_panels(tile, grad_state + p * kPanel, sizes.width, b_turned, sizes.state);
+#pragma GCC unroll 16
+            for (int row = 0; row < rows.value; ++row) {
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    tile.at[row][half] *= fade[half];
+                    left[half] +=
+                        tile.at[row][half] * load(values + (p + row) * kPanel + half * kWidth);
+                }
+            }
+            multiply<Left::kByColumn>(tile, grad_y + p, stride, weights, positions - begin);
+            store_tile(out + p * kPanel, kPanel, tile);
+        });
+        store(buffers.left + source, left[0]);
+        store(buffers.left + source + kWidth, left[1]);
+    }
+}
+
+// What passes through the states before and after the chunk, a panel of the state axis at a time.
+// The gradient of the state is carried from behind the chunk to before it. Returns what the state
+// that crosses the whole chunk sends to every decay.
+inline float Adjoint::back_through_state(const float *state, float *grad_state, float *grad_b,
+                                         float *grad_c, bool first) const {
+    Vec kept = Vec{};
+    for (int64_t place = 0; place < positions * kWidth; place += kWidth)
+        store(buffers.read + place, Vec{});
+    for (int64_t panel = 0; panel < state_panels(); ++panel) {
+        const float *entry = state + panel * sizes.width * kPanel;
+        float *grad = grad_state + panel * sizes.width * kPanel;
+        const float *c = buffers.c + panel * padded * kPanel;
+        float *to_b = grad_b + panel * padded * kPanel, *to_c = grad_c + panel * padded * kPanel;
+        for_tiles(0, positions, [&](auto rows, int64_t position) {
+            auto tile = first ? zero_tile<rows.value>()
+                              : load_tile<rows.value>(to_b + position * kPanel);
+            multiply<Left::kByRow>(tile, buffers.v_faded + position * stride, stride, grad,
+                                   sizes.width);
+            store_tile(to_b + position * kPanel, kPanel, tile);
+        });
+        for_tiles(0, positions, [&](auto rows, int64_t position) {
+            auto tile = zero_tile<rows.value>();
+            multiply<Left::kByRow>(tile, buffers.grad_y_grown + position * stride, stride, entry,
+                                   sizes.width);
+#pragma GCC unroll 16
+            for (int row = 0; row < rows.value; ++row) {
+                const int64_t at = (position + row) * kPanel;
+                float *read = buffers.read + (position + row) * kWidth;
+                store(read, load(read) + tile.at[row][0] * load(c + at) +
+                                tile.at[row][1] * load(c + at + kWidth));
+                if (first) continue;
+                tile.at[row][0] += load(to_c + at);
+                tile.at[row][1] += load(to_c + at + kWidth);
+            }
+            store_tile(to_c + position * kPanel, kPanel, tile);
+        });
+        for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
+            auto tile = load_tile<rows.value>(grad + p * kPanel);
+#pragma GCC unroll 16
+            for (int row = 0; row < rows.value; ++row)
+                kept += tile.at[row][0] * load(entry + (p + row) * kPanel) +
+                        tile.at[row][1] * load(entry + (p + row) * kPanel + kWidth);
+            scale_tile(tile, decay.keep);
+            multiply<Left::kByColumn>(tile, buffers.grad_y_grown + p, stride, c, positions);
+            store_tile(grad + p * kPanel, kPanel, tile);
+        });
+    }
+    return sum_lanes(kept) * decay.keep;
+}
+
+// The gradient of C B^T, summed over heads, sent on to B and C.
+inline void Adjoint::back_to_group(float *grad_b, float *grad_c) const {
+    for (int64_t panel = 0; panel < state_panels(); ++panel) {
+        const float *b = buffers.b + panel * padded * kPanel;
+        const float *c = buffers.c + panel * padded * kPanel;
+        float *to_b = grad_b + panel * padded * kPanel, *to_c = grad_c + panel * padded * kPanel;
+        for_tiles(0, positions, [&](auto rows, int64_t source) {
+            auto tile = load_tile<rows.value>(to_b + source * kPanel);
+            const int64_t begin = same_time(source);
+            multiply<Left::kByColumn>(tile, buffers.grad_pairs + begin * padded + source, padded,
+                                      c + begin * kPanel, positions - begin);
+            store_tile(to_b + source * kPanel, kPanel, tile);
+        });
+        for_tiles(0, positions, [&](auto rows, int64_t target) {
+            auto tile = load_tile<rows.value>(to_c + target * kPanel);
+            const int64_t end = same_time(target + rows.value - 1) + sizes.rank;
+            multiply<Left::kByRow>(tile, buffers.grad_pairs + target * padded, padded, b, end);
+            store_tile(to_c + target * kPanel, kPanel, tile);
+        });
+    }
+}
+
+// README 4.2: a step fades whatever crosses it. Every term is a sum of its own, none cancels.
+inline void Adjoint::back_to_decay(float kept) const {
+    float *grad_da = buffers.grad_da, *across = buffers.across;
+    for (int64_t source = 0; source < padded; source += kWidth) store(across + source, Vec{});
+    IntVec lanes;
+    for (int64_t lane = 0; lane < kWidth; ++lane) lanes[lane] = (int32_t)lane;
+    float later = kept;
+    for (int64_t step = chunk.steps - 1; step >= 0; --step) {
+        const int64_t first = step * sizes.rank;
+        for (int64_t q = 0; q < sizes.rank; ++q)
+            later += sum_lanes(load(buffers.read + (first + q) * kWidth));
+        Vec sum = Vec{};
+        for (int64_t source = 0; source < first; source += kWidth) {
+            const IntVec is_earlier = lanes + (int32_t)source < (int32_t)first;
+            const float *column = buffers.crossings + source / kPanel * padded * kPanel +
+                                  source % kPanel;
+            Vec running = load(across + source);
+            for (int64_t q = 0; q < sizes.rank; ++q)
+                running += select(is_earlier, load(column + (first + q) * kPanel), Vec{});
+            store(across + source, running);
+            sum += select(is_earlier, running, Vec{});
+        }
+        grad_da[step] = later + sum_lanes(sum);
+    }
+    float earlier = 0.0f;
+    for (int64_t step = 0; step < chunk.steps; ++step) {
+        grad_da[step] += earlier;
+        for (int64_t q = 0; q < sizes.rank; ++q) earlier += buffers.left[step * sizes.rank + q];
+    }
+}
+
+inline void Adjoint::write_values(const Rows &grad_v) const {
+    for (int64_t row = 0; row < padded; row += kWidth) {
+        const float *turned = buffers.grad_v_turned + row / kPanel * kPanel * stride + row % kPanel;
+        for (int64_t p = 0; p < stride; p += kWidth)
+            transpose_block(turned + p * kPanel, kPanel, buffers.grad_v + row * stride + p, stride);
+    }
+    for (int64_t position = 0; position < positions; ++position)
+        write_row(*grad_v.tensor, grad_v.at(position), sizes.width,
+                  buffers.grad_v + position * stride);
+}
+
+inline void Adjoint::write_decay(const anymamba_tensor &grad_da, int64_t head) const {
+    const int64_t first = chunk.row * grad_da.stride[0] + chunk.start * grad_da.stride[1] +
+                          head * grad_da.stride[2];
+    for (int64_t step = 0; step < chunk.steps; ++step)
+        write(grad_da, first + step * grad_da.stride[1], buffers.grad_da[step]);
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT::ssd

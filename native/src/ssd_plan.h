@@ -1,0 +1,133 @@
+// How the backward is cut: chunks, segments of chunks whose states are alive together, blocks of
+// heads, and how much memory that takes.
+#pragma once
+
+#include "ssd.h"
+
+namespace anymamba::ANYMAMBA_VARIANT::ssd {
+
+// One chunk of a row, in the order of time.
+struct Piece {
+    int64_t start, steps;
+    int64_t sequence;     // in a packed row; 0 otherwise
+    bool opens, closes;   // whether its sequence begins or ends with it
+};
+
+// body(sequence, start, stop) for every sequence of a row.
+template <class Body>
+ANYMAMBA_INLINE void for_sequences(const Sizes &sizes, const anymamba_tensor &borders,
+                                   const Body &body) {
+    if (sizes.sequences == 0) {
+        body(0, 0, sizes.length);
+        return;
+    }
+    const int64_t *at = static_cast<const int64_t *>(borders.data);
+    for (int64_t sequence = 0; sequence < sizes.sequences; ++sequence)
+        body(sequence, at[sequence], at[sequence + 1]);
+}
+
+inline int64_t count_pieces(const Sizes &sizes, const anymamba_tensor &borders, int64_t steps) {
+    int64_t count = 0;
+    for_sequences(sizes, borders, [&](int64_t, int64_t start, int64_t stop) {
+        count += parts_of(stop - start, steps);
+    });
+    return count;
+}
+
+inline void cut_pieces(const Sizes &sizes, const anymamba_tensor &borders, int64_t steps,
+                       Piece *pieces) {
+    for_sequences(sizes, borders, [&](int64_t sequence, int64_t start, int64_t stop) {
+        for (int64_t at = start; at < stop; at += steps)
+            *pieces++ = {at, at_most(steps, stop - at), sequence, at == start, at + steps >= stop};
+    });
+}
+
+// A head by itself has the least work with short chunks. Heads that share a group share most of the
+// work inside a chunk, and long chunks have fewer states.
+constexpr int64_t kAlone = kPanel > 32 ? kPanel : 32;
+constexpr int64_t kTogether = 64;
+constexpr int64_t kBackwardSharing = 4;
+constexpr int64_t kBackwardTasksPerThread = 2;
+
+struct Plan {
+    int64_t steps, padded;     // of a chunk: steps, and positions as whole panels
+    int64_t pieces;            // chunks of a row
+    int64_t segments, length;  // segments of a row, and chunks of a segment
+    // Whether a group is split over tasks, whose shares of the gradients of B and C are then added;
+    // if not, a task has whole groups.
+    bool splits;
+    int64_t parts;         // tasks per group when split, else tasks per row
+    int64_t sharing;       // heads that a task walks at once
+    int64_t tasks, workers;
+    int64_t state_size;    // numbers of one head's state, in panels over the state axis
+
+    Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t threads);
+
+    int64_t width_stride(const Sizes &sizes) const { return round_up(sizes.width, kWidth); }
+    int64_t rows_size(const Sizes &sizes) const { return padded * sizes.state_padded(); }
+    int64_t kept_states(const Sizes &sizes) const {
+        return sizes.rows * sizes.heads * (segments - 1) * state_size;
+    }
+    int64_t share_size(const Sizes &sizes) const {
+        return splits ? tasks * length * 2 * rows_size(sizes) : 0;
+    }
+
+  private:
+    void cut_heads(const Sizes &sizes, int64_t threads, int64_t most);
+    int64_t numbers(const Sizes &sizes) const {
+        return workers * sharing * length * state_size + kept_states(sizes) + share_size(sizes);
+    }
+};
+
+inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t most) {
+    const int64_t group = sizes.heads / sizes.groups;
+    splits = group > most;
+    if (splits) {
+        const int64_t wanted = kBackwardTasksPerThread * threads;
+        parts = at_most(group, parts_of(wanted, sizes.rows * sizes.groups));
+        sharing = at_most(most, parts_of(group, parts));
+        tasks = sizes.rows * sizes.groups * parts;
+    } else {
+        sharing = most / group * group;
+        parts = parts_of(sizes.heads, sharing);
+        tasks = sizes.rows * parts;
+    }
+    workers = at_most(threads, tasks);
+}
+
+// As few segments as fit two fifths of the inputs, because each one more repeats more of the pass
+// over the states; then as many heads at once as fit. If nothing fits, the least memory.
+inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t threads) {
+    const int64_t group = sizes.heads / sizes.groups;
+    steps = at_least(1, (group == 1 ? kAlone : kTogether) / sizes.rank);
+    padded = round_up(at_most(steps, sizes.length) * sizes.rank, kPanel);
+    pieces = count_pieces(sizes, borders, steps);
+    state_size = sizes.width * sizes.state_padded();
+    const int64_t tokens = sizes.rows * sizes.length * sizes.rank;
+    const int64_t inputs =
+        tokens * (sizes.heads * sizes.width + 2 * sizes.groups * sizes.state);
+    const int64_t most =
+        at_least(1, at_most(kBackwardSharing,
+                            sizes.rows * sizes.heads / (kBackwardTasksPerThread * threads)));
+    const auto choose = [&](int64_t count, int64_t heads) {
+        length = at_least(1, parts_of(pieces, count));
+        segments = at_least(1, parts_of(pieces, length));
+        cut_heads(sizes, threads, heads);
+    };
+    int64_t least = -1, best_count = 1, best_heads = 1;
+    for (int64_t count = 1; count <= pieces; count += parts_of(count, 4)) {
+        for (int64_t heads = most; 2 * heads >= most; --heads) {
+            choose(count, heads);
+            const int64_t size = numbers(sizes);
+            if (least < 0 || size < least) {
+                least = size;
+                best_count = count;
+                best_heads = heads;
+            }
+            if (5 * size <= 2 * inputs) return;
+        }
+    }
+    choose(best_count, best_heads);
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT::ssd

@@ -1,0 +1,88 @@
+"""The SSD core on the CPU kernel (README section 7): the same bodies as `recalculated`."""
+
+import torch
+from torch import Tensor
+
+from anymamba.ops.native import check_storage, run_kernel
+from anymamba.ops.ssd.adjoint import CoreGradients
+
+__all__ = ["backward", "forward", "refusal"]
+
+
+def refusal(
+    v_bsmhp: Tensor, da_bsh: Tensor, b_bsmgr: Tensor, c_bsmgr: Tensor, initial_bhpr: Tensor
+) -> str | None:
+    """Say why the kernel cannot serve these tensors; None when it can."""
+    return check_storage(v=v_bsmhp, da=da_bsh, b=b_bsmgr, c=c_bsmgr, initial=initial_bhpr)
+
+
+def forward(
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    strict: bool,
+    chunk_len: int,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the scan; the kernel cuts chunks of its own, so `chunk_len` has no effect.
+
+    Returns:
+        The outputs, in the dtype of v, and the final states, in float32.
+    """
+    y_bsmhp = torch.empty(v_bsmhp.shape, dtype=v_bsmhp.dtype)
+    final_bhpr = torch.empty(initial_bhpr.shape, dtype=torch.float32)
+    inputs = (*_by_rows(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr), initial_bhpr)
+    run_kernel(
+        "ssd_forward",
+        [*inputs, _borders(cu_seqlens), y_bsmhp, final_bhpr],
+        _sizes(v_bsmhp, b_bsmgr, strict, cu_seqlens),
+    )
+    return y_bsmhp, final_bhpr
+
+
+def backward(
+    grad_y_bsmhp: Tensor,
+    grad_final_bhpr: Tensor,
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    strict: bool,
+    chunk_len: int,
+    cu_seqlens: Tensor | None,
+) -> CoreGradients:
+    """Differentiate the scan from its inputs alone; nothing of the forward is kept."""
+    inputs = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
+    grads = CoreGradients(*(torch.empty(x.shape, dtype=x.dtype) for x in inputs))
+    run_kernel(
+        "ssd_backward",
+        [
+            *_by_rows(grad_y_bsmhp),
+            grad_final_bhpr,
+            *_by_rows(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr),
+            initial_bhpr,
+            _borders(cu_seqlens),
+            *grads,
+        ],
+        _sizes(v_bsmhp, b_bsmgr, strict, cu_seqlens),
+    )
+    return grads
+
+
+def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    # The kernel reads the last axis number by number; every other axis may have any stride.
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _borders(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
+
+
+def _sizes(
+    v_bsmhp: Tensor, b_bsmgr: Tensor, strict: bool, cu_seqlens: Tensor | None
+) -> tuple[int, ...]:
+    packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    return (*v_bsmhp.shape, *b_bsmgr.shape[3:], packed, int(strict))
