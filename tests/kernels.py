@@ -1,7 +1,8 @@
 """The CPU kernels of this machine, as further kinds of the laws that every implementation keeps.
 
 A kind is a name such as "portable", "serial" or "native-avx2". `running(kind)` puts its instruction
-set in force for a whole law, backward included; `dtype_of(kind)` is its widest dtype. A test marked `PRECISIONS` runs in float64 and, in float32, on the portable code and every kernel.
+set in force for a whole law, backward included; `dtype_of(kind)` is its widest dtype. A test marked
+`PRECISIONS` runs in float64 and, in float32, on the portable code and every kernel.
 """
 
 from collections.abc import Iterator

@@ -74,12 +74,12 @@ struct Adjoint {
 
     void share_group(const Rows &b, const Rows &c) const;
     void fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const;
-    void step_state(const float *from, float *to) const;
+    void step_state(const float *from, float *to, Ahead &ahead) const;
     void take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da, int64_t head) const;
     void back_through_pairs(bool first) const;
     void back_to_values(const float *grad_state) const;
     float back_through_state(const float *state, float *grad_state, float *grad_b, float *grad_c,
-                             bool first) const;
+                             bool first, Ahead &ahead) const;
     void back_to_group(float *grad_b, float *grad_c) const;
     void back_to_decay(float kept) const;
     void write_values(const Rows &grad_v) const;
@@ -120,7 +120,7 @@ inline void Adjoint::fade_values(const Rows &v, const anymamba_tensor &da, int64
 }
 
 // K3 and K4; the two states may be one.
-inline void Adjoint::step_state(const float *from, float *to) const {
+inline void Adjoint::step_state(const float *from, float *to, Ahead &ahead) const {
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
         const float *b = buffers.b + panel * padded * kPanel;
         const int64_t at = panel * sizes.width * kPanel;
@@ -129,6 +129,7 @@ inline void Adjoint::step_state(const float *from, float *to) const {
             scale_tile(tile, decay.keep);
             multiply<Left::kByColumn>(tile, buffers.v_faded + p, stride, b, positions);
             store_tile(to + at + p * kPanel, kPanel, tile);
+            ahead.step(rows.value);
         });
     }
 }
@@ -230,7 +231,7 @@ inline void Adjoint::back_to_values(const float *grad_state) const {
 // The gradient of the state is carried from behind the chunk to before it. Returns what the state
 // that crosses the whole chunk sends to every decay.
 inline float Adjoint::back_through_state(const float *state, float *grad_state, float *grad_b,
-                                         float *grad_c, bool first) const {
+                                         float *grad_c, bool first, Ahead &ahead) const {
     Vec kept = Vec{};
     for (int64_t place = 0; place < positions * kWidth; place += kWidth)
         store(buffers.read + place, Vec{});
@@ -245,6 +246,7 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
             multiply<Left::kByRow>(tile, buffers.v_faded + position * stride, stride, grad,
                                    sizes.width);
             store_tile(to_b + position * kPanel, kPanel, tile);
+            ahead.step(rows.value);
         });
         for_tiles(0, positions, [&](auto rows, int64_t position) {
             auto tile = zero_tile<rows.value>();
@@ -261,6 +263,7 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
                 tile.at[row][1] += load(to_c + at + kWidth);
             }
             store_tile(to_c + position * kPanel, kPanel, tile);
+            ahead.step(rows.value);
         });
         for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
             auto tile = load_tile<rows.value>(grad + p * kPanel);
@@ -271,6 +274,7 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
             scale_tile(tile, decay.keep);
             multiply<Left::kByColumn>(tile, buffers.grad_y_grown + p, stride, c, positions);
             store_tile(grad + p * kPanel, kPanel, tile);
+            ahead.step(rows.value);
         });
     }
     return sum_lanes(kept) * decay.keep;

@@ -85,10 +85,12 @@ struct Backward {
                     Own &own) const;
     void refill(const Block &block, const Piece *pieces, int64_t count, const float *entry,
                 Own &own) const;
-    void back_through_chunk(const Block &block, const Piece &piece, const float *states,
-                            float *grad_b, float *grad_c, bool first, Own &own) const;
-    void advance(const Block &block, const Piece &piece, const float *from, float *to,
-                 Own &own) const;
+    void back_through_chunk(const Block &block, const Piece *piece, const Piece *next,
+                            const float *states, float *grad_b, float *grad_c, bool first,
+                            Own &own) const;
+    void advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
+                 float *to, Own &own) const;
+    Ahead look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const;
     void add_shares(int64_t segment, const Shared &shared, int64_t threads) const;
     void pass_empty_sequences() const;
 
@@ -136,27 +138,67 @@ void Backward::load_state(const anymamba_tensor &from, int64_t sequence, int64_t
                           float *to) const {
     const int64_t first = sequence * from.stride[0] + head * from.stride[1];
     for (int64_t p = 0; p < sizes.width; ++p) {
-        for (int64_t r = 0; r < sizes.state_padded(); ++r) {
-            const int64_t place = first + p * from.stride[2] + r * from.stride[3];
-            to[(r / kPanel * sizes.width + p) * kPanel + r % kPanel] =
-                r < sizes.state ? read(from, place) : 0.0f;
+        const auto put = [&](int64_t r, Vec x) {
+            store(to + (r / kPanel * sizes.width + p) * kPanel + r % kPanel, x);
+        };
+        const int64_t row = first + p * from.stride[2];
+        if (from.stride[3] == 1) {
+            read_row(from, row, sizes.state, put);
+        } else {
+            for (int64_t r = 0; r < sizes.state; r += kWidth) {
+                float lanes[kWidth] = {};
+                for (int64_t lane = 0; lane < at_most(kWidth, sizes.state - r); ++lane)
+                    lanes[lane] = read(from, row + (r + lane) * from.stride[3]);
+                put(r, load(lanes));
+            }
+        }
+        for (int64_t r = round_up(sizes.state, kWidth); r < sizes.state_padded(); r += kWidth)
+            put(r, Vec{});
+    }
+}
+
+// The gradient of the initial state is our own tensor: its last axis is contiguous.
+void Backward::store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
+                           const float *from) const {
+    const int64_t first = sequence * to.stride[0] + head * to.stride[1];
+    for (int64_t p = 0; p < sizes.width; ++p) {
+        for (int64_t r = 0; r < sizes.state; r += kPanel) {
+            const float *part = from + (r / kPanel * sizes.width + p) * kPanel;
+            write_columns(to, first + p * to.stride[2] + r, sizes.state - r, load(part),
+                          load(part + kWidth));
         }
     }
 }
 
-void Backward::store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
-                           const float *from) const {
-    const int64_t first = sequence * to.stride[0] + head * to.stride[1];
-    for (int64_t p = 0; p < sizes.width; ++p)
-        for (int64_t r = 0; r < sizes.state; ++r)
-            write(to, first + p * to.stride[2] + r * to.stride[3],
-                  from[(r / kPanel * sizes.width + p) * kPanel + r % kPanel]);
+// The rows that the next chunk reads, and writes if it is walked back; `work` is what one head does.
+Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const {
+    const Chunk chunk = next == nullptr ? Chunk{0, 0, 0} : chunk_of(block.row, *next);
+    Ahead ahead(chunk.steps * sizes.rank, block.heads * work);
+    const int64_t group = sizes.group_of(block.first_head);
+    const int64_t groups = sizes.group_of(block.first_head + block.heads - 1) - group + 1;
+    const auto add_group = [&](const anymamba_tensor &of) {
+        ahead.add(Rows(of, chunk, sizes.rank, group), groups, sizes.state);
+    };
+    const auto add_heads = [&](const anymamba_tensor &of) {
+        ahead.add(Rows(of, chunk, sizes.rank, block.first_head), block.heads, sizes.width);
+    };
+    add_group(tensors.b);
+    add_heads(tensors.v);
+    if (!walks) return ahead;
+    add_group(tensors.c);
+    add_heads(tensors.grad_y);
+    add_heads(tensors.grad_v);
+    if (plan.splits) return ahead;
+    add_group(tensors.grad_b);
+    add_group(tensors.grad_c);
+    return ahead;
 }
 
 // K3 and K4: the states of a block's heads behind a chunk, from those before it.
-void Backward::advance(const Block &block, const Piece &piece, const float *from, float *to,
-                       Own &own) const {
-    const Chunk chunk = chunk_of(block.row, piece);
+void Backward::advance(const Block &block, const Piece *piece, const Piece *next,
+                       const float *from, float *to, Own &own) const {
+    const Chunk chunk = chunk_of(block.row, *piece);
+    Ahead ahead = look_ahead(block, next, sizes.state_padded() / kPanel * sizes.width, false);
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
@@ -164,7 +206,7 @@ void Backward::advance(const Block &block, const Piece &piece, const float *from
             copy_to_panels(Rows(tensors.b, chunk, sizes.rank, group), adjoint.positions,
                            adjoint.padded, sizes.state, own.adjoint.b);
         adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.da, head);
-        adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size);
+        adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size, ahead);
     }
 }
 
@@ -183,7 +225,9 @@ void Backward::refill(const Block &block, const Piece *pieces, int64_t count, co
         } else if (chunk == 0) {
             memcpy(states, entry, (size_t)size * sizeof(float));
         }
-        if (chunk + 1 < count && !piece.closes) advance(block, piece, states, states + size, own);
+        if (chunk + 1 < count && !piece.closes)
+            advance(block, &piece, chunk + 2 < count ? &piece + 1 : nullptr, states, states + size,
+                    own);
     }
 }
 
@@ -199,7 +243,8 @@ void Backward::keep_states(const Task &task, const Shared &shared, Own &own) con
                 for (int64_t place = 0; place < block.heads; ++place)
                     load_state(tensors.initial, sequence_of(block.row, piece),
                                block.first_head + place, states + place * plan.state_size);
-            if (!piece.closes) advance(block, piece, states, states, own);
+            if (!piece.closes)
+                advance(block, &piece, chunk + 1 < stop ? &piece + 1 : nullptr, states, states, own);
             if ((chunk + 1) % plan.length == 0)
                 memcpy(kept_state(shared, (chunk + 1) / plan.length, block.row, block.first_head),
                        states, (size_t)size * sizeof(float));
@@ -207,10 +252,14 @@ void Backward::keep_states(const Task &task, const Shared &shared, Own &own) con
     });
 }
 
-void Backward::back_through_chunk(const Block &block, const Piece &piece, const float *states,
-                                  float *grad_b, float *grad_c, bool first, Own &own) const {
-    const Chunk chunk = chunk_of(block.row, piece);
+void Backward::back_through_chunk(const Block &block, const Piece *piece, const Piece *next,
+                                  const float *states, float *grad_b, float *grad_c, bool first,
+                                  Own &own) const {
+    const Chunk chunk = chunk_of(block.row, *piece);
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
+    const int64_t work =
+        sizes.state_padded() / kPanel * (2 * adjoint.positions + sizes.width);
+    Ahead ahead = look_ahead(block, next, work, true);
     bool opens_group = true;
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
@@ -223,7 +272,7 @@ void Backward::back_through_chunk(const Block &block, const Piece &piece, const 
         adjoint.back_through_pairs(opens_group);
         adjoint.back_to_values(grad_state);
         const float kept = adjoint.back_through_state(states + place * plan.state_size, grad_state,
-                                                      grad_b, grad_c, first && opens_group);
+                                                      grad_b, grad_c, first && opens_group, ahead);
         adjoint.back_to_decay(kept);
         adjoint.write_values(rows(tensors.grad_v, head));
         adjoint.write_decay(tensors.grad_da, head);
@@ -267,8 +316,8 @@ void Backward::walk_block(const Task &task, const Block &block, int64_t segment,
                      (task.index * plan.length + chunk) * 2 * plan.rows_size(sizes);
             grad_c = grad_b + plan.rows_size(sizes);
         }
-        back_through_chunk(block, piece, own.states + chunk * size, grad_b, grad_c,
-                           first || !plan.splits, own);
+        back_through_chunk(block, &piece, chunk > 0 ? &piece - 1 : nullptr,
+                           own.states + chunk * size, grad_b, grad_c, first || !plan.splits, own);
         if (piece.opens)
             for (int64_t place = 0; place < block.heads; ++place)
                 store_state(tensors.grad_initial, sequence, block.first_head + place,

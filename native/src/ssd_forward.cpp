@@ -290,16 +290,18 @@ void Forward::run(const Task &task, Buffers &buffers) const {
 
 int64_t ssd_forward(const anymamba_call &call) {
     const ssd::Forward forward(call);
+    const int64_t tasks = forward.cut.tasks(forward.sizes);
     ssd::Arena size(nullptr);
     ssd::Buffers(size, forward.sizes, forward.cut);
     const int64_t per_worker = size.used();
-    if (call.workspace == nullptr) return per_worker * call.threads;
-    parallel_for(forward.cut.tasks(forward.sizes), call.threads, [&](int64_t task, int64_t worker) {
+    const int64_t wanted = per_worker * ssd::at_most(call.threads, tasks);
+    if (call.workspace == nullptr) return wanted;
+    parallel_for(tasks, call.threads, [&](int64_t task, int64_t worker) {
         ssd::Arena arena(static_cast<char *>(call.workspace) + worker * per_worker);
         ssd::Buffers buffers(arena, forward.sizes, forward.cut);
         forward.run(forward.task_of(task), buffers);
     });
-    return per_worker * call.threads;
+    return wanted;
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

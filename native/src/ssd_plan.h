@@ -73,18 +73,17 @@ struct Plan {
     }
 
   private:
-    void cut_heads(const Sizes &sizes, int64_t threads, int64_t most);
+    void cut_heads(const Sizes &sizes, int64_t threads, int64_t wanted, int64_t most);
     int64_t numbers(const Sizes &sizes) const {
         return workers * sharing * length * state_size + kept_states(sizes) + share_size(sizes);
     }
 };
 
-inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t most) {
+inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t wanted, int64_t most) {
     const int64_t group = sizes.heads / sizes.groups;
     splits = group > most;
     if (splits) {
-        const int64_t wanted = kBackwardTasksPerThread * threads;
-        parts = at_most(group, parts_of(wanted, sizes.rows * sizes.groups));
+        parts = at_most(group, parts_of(wanted, at_least(1, sizes.rows * sizes.groups)));
         sharing = at_most(most, parts_of(group, parts));
         tasks = sizes.rows * sizes.groups * parts;
     } else {
@@ -104,30 +103,30 @@ inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t th
     pieces = count_pieces(sizes, borders, steps);
     state_size = sizes.width * sizes.state_padded();
     const int64_t tokens = sizes.rows * sizes.length * sizes.rank;
-    const int64_t inputs =
-        tokens * (sizes.heads * sizes.width + 2 * sizes.groups * sizes.state);
-    const int64_t most =
-        at_least(1, at_most(kBackwardSharing,
-                            sizes.rows * sizes.heads / (kBackwardTasksPerThread * threads)));
-    const auto choose = [&](int64_t count, int64_t heads) {
+    const int64_t inputs = tokens * (sizes.heads * sizes.width + 2 * sizes.groups * sizes.state);
+    const auto choose = [&](int64_t count, int64_t wanted, int64_t heads) {
         length = at_least(1, parts_of(pieces, count));
         segments = at_least(1, parts_of(pieces, length));
-        cut_heads(sizes, threads, heads);
+        cut_heads(sizes, threads, wanted, heads);
     };
-    int64_t least = -1, best_count = 1, best_heads = 1;
-    for (int64_t count = 1; count <= pieces; count += parts_of(count, 4)) {
-        for (int64_t heads = most; 2 * heads >= most; --heads) {
-            choose(count, heads);
-            const int64_t size = numbers(sizes);
-            if (least < 0 || size < least) {
+    int64_t least = -1, best_count = 1, best_wanted = threads, best_heads = 1;
+    for (int64_t wanted = kBackwardTasksPerThread * threads; wanted >= threads; wanted -= threads) {
+        const int64_t share = at_least(1, sizes.rows * sizes.heads / wanted);
+        const int64_t most = at_most(kBackwardSharing, share);
+        for (int64_t count = 1; count <= pieces; count += parts_of(count, 4)) {
+            for (int64_t heads = most; 2 * heads >= most; --heads) {
+                choose(count, wanted, heads);
+                const int64_t size = numbers(sizes);
+                if (5 * size <= 2 * inputs) return;
+                if (least >= 0 && size >= least) continue;
                 least = size;
                 best_count = count;
+                best_wanted = wanted;
                 best_heads = heads;
             }
-            if (5 * size <= 2 * inputs) return;
         }
     }
-    choose(best_count, best_heads);
+    choose(best_count, best_wanted, best_heads);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT::ssd

@@ -35,7 +35,7 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-ANYMAMBA_INLINE Vec splat(float value) { return Vec{} + value; }
+ANYMAMBA_INLINE Vec splat(float value) { return value - Vec{}; }
 
 ANYMAMBA_INLINE Vec load(const float *from) {
     Vec value;

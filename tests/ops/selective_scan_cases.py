@@ -53,16 +53,22 @@ def reference(*args, **options):
     return selective_scan(*args, impl="reference", **options)
 
 
-def portable(*args, **options):
-    return selective_scan(*args, impl="portable", **options)
+def fast(*args, **options):
+    """The implementation in force: portable in float64, and what `kernels.running` says else."""
+    return selective_scan(*args, **options)
+
+
+def no_ending(u_bsi: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the skip and gate of no channels that the bare operator takes for none."""
+    return u_bsi.new_empty(0), u_bsi.new_empty(*u_bsi.shape[:2], 0)
 
 
 def with_chunk_len(chunk_len: int):
     """Return the bare operator at a given chunk length; B and C must be constant or grouped."""
 
     def run(u, dt, a, b, c, initial):
-        return SELECTIVE_SCAN(
-            u, dt, a, b, c, initial, b.dim() == 2, c.dim() == 2, chunk_len, *NO_PACK
-        )
+        nothing = no_ending(u)
+        flags = (b.dim() == 2, c.dim() == 2, chunk_len)
+        return SELECTIVE_SCAN(u, dt, a, b, c, initial, *nothing, *flags, *NO_PACK)
 
     return run

@@ -247,9 +247,11 @@ def test_large_calls_take_the_blocks(monkeypatch):
 def test_operator_obeys_its_schema():
     """Bodies, fakes and schemas agree, whether the sequence is longer than the window or not."""
     for length in (2, 9):
-        x, weight, bias, window = make(2, length, 4, dtype=torch.float32)
-        for kept in (None, torch.arange(length) > 0):
-            arguments = (x, window, weight, bias, kept, True, "portable")
+        for borders in (None, torch.tensor([0, 1, length])):
+            batch = 2 if borders is None else 1
+            x, weight, bias, _ = make(batch, length, 4, dtype=torch.float32)
+            window = randn(2, 6, 4, seed=4, dtype=torch.float32)
+            arguments = (x, window, weight, bias, borders, True, "portable")
             torch.library.opcheck(torch.ops.anymamba.causal_conv1d_fwd.default, arguments)
             torch.library.opcheck(
                 torch.ops.anymamba.causal_conv1d_bwd.default, (x, window, *arguments)

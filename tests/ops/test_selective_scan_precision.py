@@ -4,9 +4,10 @@ import gc
 
 import pytest
 import torch
-from selective_scan_cases import FORMS, make, portable, reference
+from selective_scan_cases import FORMS, fast, make, reference
 
 from anymamba.ops.selective_scan import selective_scan_step
+from kernels import PRECISIONS
 from laws import assert_same, assert_ways_agree, randn
 
 
@@ -20,7 +21,7 @@ def test_half_types_accumulate_in_float32(b_form, dtype):
     heads = randn(2, 65, 6, seed=8, dtype=dtype), randn(2, 6, 4, seed=9, dtype=torch.float32)
     results = []
     for inputs in (wide, leaves):
-        y, final = portable(*inputs)
+        y, final = fast(*inputs)
         loss = (y * heads[0].to(y.dtype)).sum() + (final * heads[1]).sum()
         grads = torch.autograd.grad(loss, inputs)
         results.append((y.detach(), final.detach(), grads))
@@ -38,8 +39,8 @@ def test_float32_parameters_beside_half_activations():
     """Float32 dt, decay rates, skip and state beside bfloat16 activations keep their precision."""
     u, dt, a, b, c, skip, initial = make(30, dtype=torch.float32)
     narrow = [x.bfloat16() for x in (u, b, c)]
-    expected = portable(narrow[0].float(), dt, a, *(x.float() for x in narrow[1:]), skip, initial)
-    actual = portable(narrow[0], dt, a, *narrow[1:], skip, initial)
+    expected = fast(narrow[0].float(), dt, a, *(x.float() for x in narrow[1:]), skip, initial)
+    actual = fast(narrow[0], dt, a, *narrow[1:], skip, initial)
     assert actual.y_bsi.dtype == torch.bfloat16
     assert torch.equal(expected.y_bsi.bfloat16(), actual.y_bsi)
     assert torch.equal(expected.final_bir, actual.final_bir)
@@ -51,7 +52,7 @@ def test_autocast_does_not_lower_precision():
     for enabled in (False, True):
         leaves = [x.requires_grad_() for x in make(33, dtype=torch.float32)]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            y, final = portable(*leaves)
+            y, final = fast(*leaves)
             step = selective_scan_step(
                 *(leaves[k][:, 0] if k in (0, 1, 3, 4) else leaves[k] for k in range(7))
             )
@@ -62,20 +63,20 @@ def test_autocast_does_not_lower_precision():
         assert torch.equal(expected, actual)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@PRECISIONS
 def test_strong_decays_stay_finite(dtype):
     """Log-decay sums of thousands, single steps of hundreds, give the reference's gradients."""
     inputs = make(65, dtype=dtype)
     inputs[1] = inputs[1] * 20
     inputs[2] = inputs[2] * 50
     assert float((inputs[1][..., None] * inputs[2]).min()) < -700
-    assert_ways_agree(reference, portable, inputs)
+    assert_ways_agree(reference, fast, inputs)
 
 
 def test_zero_inputs_give_zero_outputs_and_finite_gradients():
     """With everything zero the outputs vanish and every gradient is finite."""
     leaves = [torch.zeros_like(x).requires_grad_() for x in make(18)]
-    y, final = portable(*leaves)
+    y, final = fast(*leaves)
     assert not y.any()
     assert not final.any()
     for grad in torch.autograd.grad(y.sum() + final.sum(), leaves):
@@ -86,8 +87,8 @@ def test_long_memory_does_not_drift_in_float32():
     """Decays near one over 1000 tokens stay within float32 tolerance of float64."""
     inputs = make(1000, batch=1)
     inputs[1] = inputs[1] * 1e-3
-    expected = portable(*inputs)
-    actual = portable(*(x.float() for x in inputs))
+    expected = fast(*inputs)
+    actual = fast(*(x.float() for x in inputs))
     assert_same(expected.y_bsi, actual.y_bsi)
     assert_same(expected.final_bir, actual.final_bir)
 
@@ -101,7 +102,7 @@ def test_memory_does_not_hold_the_states_of_all_tokens(b_form):
     leaves = [x.requires_grad_() for x in inputs]
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        y, final = portable(*leaves)
+        y, final = fast(*leaves)
         kept = [y, final, *torch.autograd.grad(y.sum() + final.sum(), leaves)]
     live = peak = 0
     for event in profiler.profiler.kineto_results.events():
@@ -117,5 +118,5 @@ def test_backward_saves_only_the_inputs():
     leaves = [x.requires_grad_() for x in make(64, channels=8, states=16)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        portable(*leaves)
+        fast(*leaves)
     assert max(x.numel() for x in saved) <= 2 * 64 * 16

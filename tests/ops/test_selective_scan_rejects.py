@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from selective_scan_cases import make, portable
+from selective_scan_cases import fast, make
 
 from anymamba import settings as switches
 from anymamba.errors import (
@@ -56,14 +56,14 @@ def test_rejects_bad_arguments_by_name(mistake):
     """A bad argument raises our error, which names it."""
     arguments, error, words = MISTAKES[mistake]
     with pytest.raises(error, match=words) as caught:
-        portable(*arguments)
+        fast(*arguments)
     assert str(caught.value).startswith("selective_scan: ")
 
 
 def test_rejects_empty_sequences_outside_packing():
     """Zero tokens is a mistake."""
     with pytest.raises(ShapeError, match="empty"):
-        portable(*make(5)[:1], torch.ones(2, 0, 6).double(), *make(5)[2:])
+        fast(*make(5)[:1], torch.ones(2, 0, 6).double(), *make(5)[2:])
 
 
 def test_rejects_unknown_and_missing_implementations():
@@ -78,13 +78,13 @@ def test_rejects_bad_packing():
     """Borders that do not describe the row, a batch, or states of another count are refused."""
     arguments = make(5, batch=1, rows=2)
     with pytest.raises(PackingError, match="end at the sequence length"):
-        portable(*arguments, cu_seqlens=torch.tensor([0, 2, 4]))
+        fast(*arguments, cu_seqlens=torch.tensor([0, 2, 4]))
     with pytest.raises(PackingError, match="batch must be 1"):
-        portable(*make(5), cu_seqlens=torch.tensor([0, 2, 5]))
+        fast(*make(5), cu_seqlens=torch.tensor([0, 2, 5]))
     with pytest.raises(ShapeError, match="one row per packed sequence"):
-        portable(*arguments, cu_seqlens=torch.tensor([0, 2, 3, 5]))
+        fast(*arguments, cu_seqlens=torch.tensor([0, 2, 3, 5]))
     with pytest.raises(DtypeError, match="cu_seqlens"):
-        portable(*arguments, cu_seqlens=[0, 2, 5])
+        fast(*arguments, cu_seqlens=[0, 2, 5])
 
 
 STEP_MISTAKES = {
@@ -111,4 +111,4 @@ def test_guards_report_nan():
     """With the guard on, NaN in an argument is reported by name."""
     arguments = replaced(3, torch.full((2, 5, 4), torch.nan).double())
     with switches.override(deny_nan=True), pytest.raises(NonFiniteError, match="b contains NaN"):
-        portable(*arguments)
+        fast(*arguments)

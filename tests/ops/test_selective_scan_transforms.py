@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from selective_scan_cases import NO_PACK, make, portable
+from selective_scan_cases import NO_PACK, fast, make, no_ending
 
 from anymamba.ops.selective_scan import selective_scan
 from anymamba.ops.selective_scan.schema import SELECTIVE_SCAN
@@ -14,8 +14,8 @@ def test_gradients_equal_finite_differences(b_form, c_form):
     """First and second derivatives pass gradcheck in float64."""
     inputs = make(3, batch=1, channels=2, states=2, b_form=b_form, c_form=c_form)
     leaves = [x.requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(portable, leaves)
-    assert torch.autograd.gradgradcheck(portable, leaves)
+    assert torch.autograd.gradcheck(fast, leaves)
+    assert torch.autograd.gradgradcheck(fast, leaves)
 
 
 def test_packed_gradients_equal_finite_differences():
@@ -24,7 +24,7 @@ def test_packed_gradients_equal_finite_differences():
     leaves = [x.requires_grad_() for x in make(3, batch=1, channels=2, states=1, rows=3)]
 
     def packed(*args):
-        return portable(*args, cu_seqlens=borders)
+        return fast(*args, cu_seqlens=borders)
 
     assert torch.autograd.gradcheck(packed, leaves)
     assert torch.autograd.gradgradcheck(packed, leaves)
@@ -42,13 +42,13 @@ def test_vmap_equals_loop(b_form, c_form, mapped):
 
     def loop(*args):
         rows = [
-            portable(*(x[row] if place in mapped else x for place, x in enumerate(args)))
+            fast(*(x[row] if place in mapped else x for place, x in enumerate(args)))
             for row in range(3)
         ]
         return [torch.stack(results) for results in zip(*rows, strict=True)]
 
     def mapped_call(*args):
-        return torch.vmap(lambda *x: tuple(portable(*x)), in_dims=in_dims)(*args)
+        return torch.vmap(lambda *x: tuple(fast(*x)), in_dims=in_dims)(*args)
 
     assert_ways_agree(loop, mapped_call, inputs)
 
@@ -59,7 +59,7 @@ def test_vmap_of_grad_equals_loop():
     inputs[0] = randn(3, 1, 6, 6, seed=8)
 
     def loss(u, *rest):
-        y, final = portable(u, *rest)
+        y, final = fast(u, *rest)
         return y.square().sum() + final.square().sum()
 
     gradients = torch.func.grad(loss, argnums=(0, 2, 3))
@@ -73,7 +73,7 @@ def test_vmap_of_grad_equals_loop():
 @pytest.mark.parametrize(("b_form", "c_form"), [("grouped", "constant"), ("constant", "grouped")])
 def test_operators_pass_opcheck(b_form, c_form, packed):
     """Schema, fake and bodies agree for the forward and the backward operator."""
-    u, dt, a, b, c, _, initial = make(
+    u, dt, a, b, c, skip, initial = make(
         5, batch=1, b_form=b_form, c_form=c_form, rows=2 if packed else 1
     )
     u = u.mT.contiguous().mT
@@ -84,7 +84,9 @@ def test_operators_pass_opcheck(b_form, c_form, packed):
             torch.tensor([0, 0, 1, 1, 1]),
             torch.tensor([0, 1, 0, 1, 2]),
         )
-    arguments = (u, dt, a, b, c, initial, b.dim() == 2, c.dim() == 2, None, *tables, "portable")
+    flags = (b.dim() == 2, c.dim() == 2, None)
+    ending = (skip, randn(1, 5, 6, seed=10)) if packed else no_ending(u)
+    arguments = (u, dt, a, b, c, initial, *ending, *flags, *tables, "portable")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(SELECTIVE_SCAN.fwd_op.default, arguments, test_utils=tests)
     heads = (randn(1, 5, 6, seed=8), randn(*initial.shape, seed=9))
@@ -104,7 +106,7 @@ def test_compiles_once_for_all_lengths():
     compiled = torch.compile(selective_scan, fullgraph=True, backend=count)
     for length in range(2, 22):
         inputs = make(length)
-        assert_ways_agree(portable, compiled, inputs)
+        assert_ways_agree(fast, compiled, inputs)
     assert 1 <= len(graphs) <= 3
     torch._dynamo.reset()
 
@@ -112,13 +114,13 @@ def test_compiles_once_for_all_lengths():
 def test_compiled_packed_equals_eager():
     """A packed call compiles into one graph and gives the eager results."""
     torch._dynamo.reset()
-    compiled = torch.compile(portable, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
     borders = torch.tensor([0, 3, 3, 9])
 
     def run(way):
         return lambda *args: way(*args, cu_seqlens=borders)
 
-    assert_ways_agree(run(portable), run(compiled), make(9, batch=1, rows=3))
+    assert_ways_agree(run(fast), run(compiled), make(9, batch=1, rows=3))
     torch._dynamo.reset()
 
 
@@ -131,7 +133,7 @@ def test_runs_on_meta():
             leaves[6] = torch.empty(1, 6, 4, device="meta", requires_grad=True)
         else:
             leaves[6] = torch.empty(2, 6, 4, device="meta", requires_grad=True)
-        y, final = portable(*leaves, cu_seqlens=borders)
+        y, final = fast(*leaves, cu_seqlens=borders)
         assert (y.shape, y.dtype, y.device.type) == ((1, 20, 6), torch.bfloat16, "meta")
         assert (final.shape, final.dtype) == (leaves[6].shape, torch.float32)
         for leaf, grad in zip(

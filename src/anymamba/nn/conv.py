@@ -28,8 +28,13 @@ def convolve(
     window_bvk: Tensor,
     cu_seqlens: Tensor | None,
     activation: str | None = "silu",
+    *,
+    impl: str = "auto",
 ) -> ConvOutput:
-    """Convolve and activate a stretch of tokens, from a window to a window."""
+    """Convolve and activate a stretch of tokens, from a window to a window.
+
+    A hooked or swapped module computes itself, whatever `impl` says.
+    """
     if is_plain(conv1d, nn.Conv1d):
         weight_vk = conv1d.weight.squeeze(1)  # pyright: ignore[reportCallIssue]
         return causal_conv1d(
@@ -38,6 +43,7 @@ def convolve(
             conv1d.bias,  # pyright: ignore[reportArgumentType]
             window_bvk,
             activation=activation,
+            impl=impl,
             cu_seqlens=cu_seqlens,
         )
     # Hooked or swapped: the module sees the tokens behind their windows.

@@ -126,6 +126,14 @@ class Mamba(Block[Mamba1Cache]):
         self.A_log._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
         self.D._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def projection_rows(self) -> dict[str, dict[str, int]]:
+        """What the rows of each fused projection make, in their order."""
+        return {
+            "in_proj": {"x": self.d_inner, "z": self.d_inner},
+            "x_proj": {"dt": self.dt_rank, "B": self.d_state, "C": self.d_state},
+        }
+
     def extra_repr(self) -> str:
         """Name the sizes."""
         norm = "" if self.bcdt_rms_eps is None else f", bcdt_rms_eps={self.bcdt_rms_eps}"
@@ -154,7 +162,7 @@ class Mamba(Block[Mamba1Cache]):
                 f"Mamba: the selective scan has no SSD path; got {path}. Leave path out."
             )
         x_bsi, z_bsi = self.in_proj(u_bsd).chunk(2, dim=-1)
-        x_bsi, conv_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, cu_seqlens)
+        x_bsi, conv_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, cu_seqlens, impl=impl)
         dt_bsi, b_bsr, c_bsr = self._project(x_bsi)
         y_bsi, ssm_bir = selective_scan(
             x_bsi,
@@ -164,10 +172,11 @@ class Mamba(Block[Mamba1Cache]):
             c_bsr,
             self.D,
             cache.ssm_bir,
+            z_bsi=z_bsi,
             impl=impl,
             cu_seqlens=cu_seqlens,
         )
-        return self.out_proj(y_bsi * F.silu(z_bsi)), Mamba1Cache(conv_bik, ssm_bir)
+        return self.out_proj(y_bsi), Mamba1Cache(conv_bik, ssm_bir)
 
     def _token(self, u_bd: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache]:
         x_bi, z_bi = self.in_proj(u_bd).chunk(2, dim=-1)

@@ -164,6 +164,13 @@ class Mamba2(Block[Mamba2Cache]):
                 f"{where}: A_init_range must be 0 < low <= high; got {tuple(a_init_range)}."
             )
 
+    @property
+    def projection_rows(self) -> dict[str, dict[str, int]]:
+        """What the rows of each fused projection make, in their order."""
+        group = self.ngroups * self.d_state
+        rows = {"z0": self.d_mlp, "x0": self.d_mlp, "z": self.d_ssm, "x": self.d_ssm}
+        return {"in_proj": {**rows, "B": group, "C": group, "dt": self.nheads}}
+
     def extra_repr(self) -> str:
         """Name the sizes."""
         return (
@@ -191,7 +198,7 @@ class Mamba2(Block[Mamba2Cache]):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Mamba2Cache]:
         z0, x0, z_bsi, x_bsv, dt_bsh = self._project(u_bsd)
-        x_bsv, conv_bvk = convolve(self.conv1d, x_bsv, cache.conv_bvk, cu_seqlens)
+        x_bsv, conv_bvk = convolve(self.conv1d, x_bsv, cache.conv_bvk, cu_seqlens, impl=impl)
         x_bshp, b_bsgr, c_bsgr = self._split(x_bsv)
         y_bshp, ssm_bhpr = ssd(
             x_bshp,

@@ -191,6 +191,12 @@ class Mamba3(Block[Mamba3Cache]):
         if self.pathway not in PATHWAYS:
             raise ConfigError(f"{where}: pathway must be one of {PATHWAYS}; got {self.pathway!r}.")
 
+    @property
+    def projection_rows(self) -> dict[str, dict[str, int]]:
+        """What the rows of each fused projection make, in their order."""
+        names = ("z", "x", "B", "C", "dt", "A", "lambda", "rotation")
+        return {"in_proj": dict(zip(names, self.split_sizes, strict=True))}
+
     def extra_repr(self) -> str:
         """Name the sizes and choices."""
         rank = f", mimo_rank={self.mimo_rank}" if self.is_mimo else ""

@@ -1,20 +1,24 @@
 """The door to the causal convolution: checks, windows, packed sequences.
 
-The arithmetic is in `blocked.py`, the mathematics in `README.md`.
+The arithmetic is in `schema.py` and `blocked.py`, the mathematics in `README.md`.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.errors import ConfigError, ShapeError
+from anymamba.errors import BackendError, ConfigError
 from anymamba.notation import bind_dims
 from anymamba.ops.checks import check_floats, guard
-from anymamba.ops.conv.blocked import convolve
+from anymamba.ops.conv.reference import causal_conv1d_reference
+from anymamba.ops.conv.rows import ExtendedRow, check_rows, extend_row
+from anymamba.ops.conv.schema import CAUSAL_CONV1D, convolve
 from anymamba.ops.numerics import accumulate_dtype
-from anymamba.ops.packing import packing
+from anymamba.ops.packing import Packing, packing
+from anymamba.ops.select import select_impl
 
 __all__ = [
     "ConvOutput",
@@ -50,6 +54,7 @@ def causal_conv1d(
     window_bvk: Tensor | None = None,
     *,
     activation: str | None = None,
+    impl: str = "auto",
     cu_seqlens: Tensor | None = None,
 ) -> ConvOutput:
     """Filter each channel over the last k tokens, from a given window to a returned window.
@@ -64,6 +69,8 @@ def causal_conv1d(
         window_bvk: the last k inputs before the first token, newest last (the oldest is never
             read); zeros when omitted; receives a gradient when given.
         activation: None or `"silu"`.
+        impl: `auto` takes the compiled kernel where it can; `native` insists on it; `portable` is
+            plain torch; `reference` is the loop over time.
         cu_seqlens: q + 1 borders of sequences that lie end to end in one row; then b is 1 and
             the windows have one row per sequence; an empty sequence keeps its window.
 
@@ -73,8 +80,9 @@ def causal_conv1d(
     Raises:
         ShapeError: sizes disagree.
         DtypeError: dtypes disagree or are not floating point.
-        ConfigError: the activation is unknown.
+        ConfigError: the activation or `impl` is unknown.
         PackingError: `cu_seqlens` do not describe the row.
+        BackendError: `impl` cannot serve the call.
 
     Example:
         >>> x_bsv = torch.tensor([[[1.0], [2.0], [3.0]]])
@@ -89,12 +97,48 @@ def causal_conv1d(
     silu = _check(where, x_bsv, weight_vk, bias_v, window_bvk, activation)
     if bias_v is None:
         bias_v = weight_vk.new_zeros(dims["v"])
+    pack = None
     if cu_seqlens is not None:
-        return _packed(where, x_bsv, weight_vk, bias_v, window_bvk, silu, cu_seqlens)
+        pack = packing(where, cu_seqlens, dims["b"], dims["s"], x_bsv.device)
+    rows, what = (dims["b"], "batch") if pack is None else (pack.count, "sequence")
     if window_bvk is None:
-        window_bvk = x_bsv.new_zeros(dims["b"], dims["v"], dims["k"])
-    _check_rows(where, window_bvk, dims["b"], "batch")
-    return ConvOutput(*convolve(x_bsv, window_bvk, weight_vk, bias_v, None, silu))
+        window_bvk = x_bsv.new_zeros(rows, dims["v"], dims["k"])
+    check_rows(where, window_bvk, rows, what)
+    kernel = select_impl(where, impl, CAUSAL_CONV1D, (x_bsv, window_bvk, weight_vk, bias_v))
+    if kernel == "reference":
+        return _reference(where, x_bsv, weight_vk, bias_v, window_bvk, activation, pack)
+    borders = None if pack is None else pack.cu_seqlens
+    return ConvOutput(*convolve(x_bsv, window_bvk, weight_vk, bias_v, borders, silu, kernel))
+
+
+def _reference(
+    where: str,
+    x_bsv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor,
+    window_bvk: Tensor,
+    activation: str | None,
+    pack: Packing | None,
+) -> ConvOutput:
+    """Run the loop over time, for packed sequences one by one."""
+    if pack is None:
+        run = causal_conv1d_reference(x_bsv, weight_vk, bias_v, window_bvk, activation=activation)
+        return ConvOutput(*run)
+    if pack.borders is None:
+        raise BackendError(
+            f"{where}: impl='reference' reads the borders of packed sequences, which a traced call "
+            "does not have. Use impl='portable'."
+        )
+    outputs, windows = [], []
+    for row, (start, stop) in enumerate(pairwise(pack.borders)):
+        last_1vk = window_bvk[row : row + 1]
+        if stop > start:
+            y_1sv, last_1vk = causal_conv1d_reference(
+                x_bsv[:, start:stop], weight_vk, bias_v, last_1vk, activation=activation
+            )
+            outputs.append(y_1sv)
+        windows.append(last_1vk)
+    return ConvOutput(torch.cat(outputs, 1), torch.cat(windows))
 
 
 def causal_conv1d_step(
@@ -157,93 +201,3 @@ def _check(
     check_floats(where, {"x": x}, {"weight": weight_vk, "bias": bias_v, "window": window_bvk})
     guard(where, x=x, weight=weight_vk, bias=bias_v, window=window_bvk)
     return activation == "silu"
-
-
-def _check_rows(where: str, window_bvk: Tensor, rows: int, what: str) -> None:
-    if window_bvk.shape[0] != rows:
-        raise ShapeError(
-            f"{where}: window_bvk must have one row per {what} ({rows}); "
-            f"got shape {tuple(window_bvk.shape)}. Pass the window this {what} ended with."
-        )
-
-
-class ExtendedRow(NamedTuple):
-    """Tokens in one row with the windows they follow, so that a plain filter serves all.
-
-    The filter's output at slot `token_s[t]` belongs to token t; windows need no output.
-    """
-
-    row_bSv: Tensor
-    token_s: Tensor
-    window_bvk: Tensor  # the last k columns of each row or sequence
-
-
-def extend_row(
-    x_bsv: Tensor, window_bvk: Tensor, *, cu_seqlens: Tensor | None = None
-) -> ExtendedRow:
-    """Put windows in front of the tokens they precede: of each row, or of each packed sequence.
-
-    The row has the wider dtype of the two, so that nothing is lost.
-
-    Args:
-        x_bsv: tokens, channels last.
-        window_bvk: the k columns before each row; one per sequence when packed.
-        cu_seqlens: borders of packed sequences; batch must be 1.
-
-    Example:
-        >>> x_bsv, window_bvk = torch.ones(1, 3, 1), torch.zeros(2, 1, 2)
-        >>> extend_row(x_bsv, window_bvk, cu_seqlens=torch.tensor([0, 1, 3])).token_s
-        tensor([2, 5, 6])
-    """
-    where = "extend_row"
-    batch, length, channels = x_bsv.shape
-    width = window_bvk.shape[2]
-    if cu_seqlens is None:
-        _check_rows(where, window_bvk, batch, "batch")
-        row_bSv = torch.cat([window_bvk.transpose(1, 2), x_bsv], 1)
-        token_s = torch.arange(width, width + length, device=x_bsv.device)
-        return ExtendedRow(row_bSv, token_s, _slide(window_bvk, x_bsv))
-    pack = packing(where, cu_seqlens, batch, length, x_bsv.device)
-    _check_rows(where, window_bvk, pack.count, "sequence")
-    token_s = torch.arange(length, device=x_bsv.device) + (pack.sequence_s + 1) * width
-    column_qk = torch.arange(pack.count * width, device=x_bsv.device).view(pack.count, width)
-    opening = (pack.cu_seqlens[:-1, None] + column_qk).flatten()
-    closing = (pack.cu_seqlens[1:, None] + column_qk).flatten()
-    rows_Sv = torch.cat([x_bsv[0], window_bvk.transpose(1, 2).flatten(0, 1)])
-    row_Sv = torch.zeros_like(rows_Sv).index_copy(0, torch.cat([token_s, opening]), rows_Sv)
-    last_qkv = row_Sv.index_select(0, closing).view(pack.count, width, channels)
-    last_qvk = last_qkv.transpose(1, 2).to(window_bvk.dtype).contiguous()
-    return ExtendedRow(row_Sv[None], token_s, last_qvk)
-
-
-def _slide(window_bvk: Tensor, x_bsv: Tensor) -> Tensor:
-    """Return the last k columns of [window | x]."""
-    width = window_bvk.shape[2]
-    newest_bvs = x_bsv[:, -width:].transpose(1, 2).to(window_bvk.dtype)
-    return torch.cat([window_bvk, newest_bvs], 2)[:, :, -width:].contiguous()
-
-
-def _packed(
-    where: str,
-    x_bsv: Tensor,
-    weight_vk: Tensor,
-    bias_v: Tensor,
-    window_qvk: Tensor | None,
-    silu: bool,
-    cu_seqlens: Tensor,
-) -> ConvOutput:
-    """Convolve one longer row in which each sequence is preceded by its window (README 3)."""
-    batch, length, channels = x_bsv.shape
-    width = weight_vk.shape[1]
-    pack = packing(where, cu_seqlens, batch, length, x_bsv.device)
-    if window_qvk is None:
-        window_qvk = x_bsv.new_zeros(pack.count, channels, width)
-    _check_rows(where, window_qvk, pack.count, "sequence")
-    row_1Sv, token_s, last_qvk = extend_row(x_bsv, window_qvk, cu_seqlens=cu_seqlens)
-    kept_S = torch.zeros(row_1Sv.shape[1], dtype=torch.bool, device=x_bsv.device)
-    kept_S = kept_S.index_fill(0, token_s, True)
-    # The slots of the windows see two sequences at once: nobody reads them, but without `kept` a
-    # NaN there would reach the neighbour through the activation's derivative.
-    none_1vk = row_1Sv.new_zeros(1, channels, width)
-    y_1Sv, _ = convolve(row_1Sv, none_1vk, weight_vk, bias_v, kept_S, silu)
-    return ConvOutput(y_1Sv.index_select(1, token_s).to(x_bsv.dtype), last_qvk)

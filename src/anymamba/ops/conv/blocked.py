@@ -1,7 +1,11 @@
-"""The convolution in blocks of time, with a hand-written backward that keeps the inputs only.
+"""The convolution of rows in blocks of time, with a hand-written backward from the inputs alone.
 
 A block is short enough for the cache, so the k multiply-adds and the activation touch main memory
 once (README 3 and 4). Small calls take the plain formula instead.
+
+The functions on rows take: `x_bsv`, the tokens; `window_bvk`, the k columns before the first token,
+newest last; `weight_vk` and `bias_v`; `kept_s`, which outputs are wanted (the others become zero
+and receive no gradient), or None for all; and whether SiLU follows.
 """
 
 from collections.abc import Iterator
@@ -10,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.ops.boundary import Operator
 from anymamba.ops.numerics import accumulate_dtype
 
-__all__ = ["convolve"]
+__all__ = ["is_small", "row_backward", "row_forward", "row_plain"]
 
 # 1.5 MiB of float32: the fastest block on CPU (README 6).
 BLOCK_ELEMENTS = 393_216
@@ -21,35 +24,15 @@ BLOCK_ELEMENTS = 393_216
 MIN_ROWS = 32
 
 
-def convolve(
-    x_bsv: Tensor,
-    window_bvk: Tensor,
-    weight_vk: Tensor,
-    bias_v: Tensor,
-    kept_s: Tensor | None,
-    silu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Convolve a row that follows a window; return the outputs and the last window.
-
-    Args:
-        x_bsv: the tokens.
-        window_bvk: the k columns before the first token, newest last.
-        weight_vk: one filter per channel; its last column meets the newest token.
-        bias_v: added before the activation.
-        kept_s: which outputs are wanted; the others become zero and receive no gradient.
-        silu: whether SiLU follows.
-    """
+def is_small(x_bsv: Tensor) -> bool:
+    """Return whether the plain formula is the faster one."""
     if torch.compiler.is_compiling():
         # README 6: the compiler's own CPU code for shifted sums is several times slower.
-        whole = x_bsv.device.type != "cpu"
-    else:
-        whole = x_bsv.numel() <= BLOCK_ELEMENTS
-    run = _plain if whole else _operator
-    y_bsv, last_bvk = run(x_bsv, window_bvk, weight_vk, bias_v, kept_s, silu)
-    return y_bsv, last_bvk
+        return x_bsv.device.type != "cpu"
+    return x_bsv.numel() <= BLOCK_ELEMENTS
 
 
-def _plain(
+def row_plain(
     x_bsv: Tensor,
     window_bvk: Tensor,
     weight_vk: Tensor,
@@ -74,7 +57,7 @@ def _plain(
     return y_bsv.to(x_bsv.dtype), last_bvk.clone(memory_format=torch.contiguous_format)
 
 
-def _forward(
+def row_forward(
     x_bsv: Tensor,
     window_bvk: Tensor,
     weight_vk: Tensor,
@@ -82,6 +65,7 @@ def _forward(
     kept_s: Tensor | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Compute outputs and last window, block by block."""
     compute = accumulate_dtype(x_bsv.dtype)
     weight_kv = weight_vk.to(compute).t().contiguous()
     bias_v = bias_v.to(compute)
@@ -98,7 +82,7 @@ def _forward(
     return y_bsv, last_bvk.contiguous()
 
 
-def _backward(
+def row_backward(
     grad_y_bsv: Tensor,
     grad_last_bvk: Tensor,
     x_bsv: Tensor,
@@ -107,7 +91,8 @@ def _backward(
     bias_v: Tensor,
     kept_s: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of tokens, window, weight and bias (README 4)."""
     compute = accumulate_dtype(x_bsv.dtype)
     weight_kv = weight_vk.to(compute).t().contiguous()
     width = weight_vk.shape[1]
@@ -183,22 +168,3 @@ def _taps(ext_bSv: Tensor, weight_kv: Tensor, bias_v: Tensor | None = None) -> T
     for j in range(1, width):
         y_blv.addcmul_(ext_bSv[:, j : j + length], weight_kv[j])
     return y_blv
-
-
-def _fake(x_bsv: Tensor, window_bvk: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return x_bsv.new_empty(x_bsv.shape), window_bvk.new_empty(window_bvk.shape)
-
-
-_operator = Operator(
-    "causal_conv1d",
-    tensors=("x", "window", "weight", "bias"),
-    constants="Tensor? kept, bool silu",
-    outputs=2,
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    composite=_plain,
-    # Channels never meet, so a mapped axis (even of the weights) becomes more channels.
-    merge_axes=lambda *_: ((2, 1, 0, 0), (2, 1)),
-    merge_constants=lambda _size, _tensors, constants: constants,
-)

@@ -37,13 +37,14 @@ def selective_scan(
     skip_i: Tensor | None = None,
     initial_bir: Tensor | None = None,
     *,
+    z_bsi: Tensor | None = None,
     impl: str = "auto",
     cu_seqlens: Tensor | None = None,
 ) -> ScanOutput:
     """Run the Mamba-1 scan over a sequence, from a given state to a returned state.
 
         h[t] = exp(dt[t] A) h[t-1] + (dt[t] u[t]) B[t]
-        y[t] = sum over r of C[t] h[t] + skip u[t]
+        y[t] = (sum over r of C[t] h[t] + skip u[t]) silu(z[t])
 
     Args:
         u_bsi: inputs.
@@ -55,8 +56,10 @@ def selective_scan(
         skip_i: weight of the direct path from u to y; none when omitted.
         initial_bir: state before the first token; zeros when omitted; receives a gradient when
             given; one row per sequence when packed.
-        impl: `auto` and `portable` recompute chunk by chunk in the backward; `reference` is the
-            plain loop over time.
+        z_bsi: the gate, in the dtype of `u_bsi`; none when omitted.
+        impl: `auto` takes the compiled kernel where it can; `native` insists on it; `portable` is
+            plain torch; all recompute chunk by chunk in the backward; `reference` is the plain loop
+            over time.
         cu_seqlens: borders of sequences packed into one row of batch 1.
 
     Returns:
@@ -68,7 +71,7 @@ def selective_scan(
         DeviceError: arguments live on different devices.
         ConfigError: groups do not divide the channels, or `impl` is unknown.
         PackingError: `cu_seqlens` does not describe the row.
-        BackendError: `impl="native"`.
+        BackendError: `impl="native"` cannot serve the call.
 
     Example:
         >>> u = dt = torch.ones(1, 3, 1)
@@ -77,7 +80,7 @@ def selective_scan(
         tensor([1., 2., 3.])
     """
     where = "selective_scan"
-    dims = bind_dims(where, u_bsi=u_bsi, dt_bsi=dt_bsi, a_ir=a_ir, skip_i=skip_i)
+    dims = bind_dims(where, u_bsi=u_bsi, dt_bsi=dt_bsi, a_ir=a_ir, skip_i=skip_i, z_bsi=z_bsi)
     groups = math.lcm(_bind(where, "b", b, dims), _bind(where, "c", c, dims))
     pack = None
     if cu_seqlens is not None:
@@ -87,7 +90,7 @@ def selective_scan(
     varying, constant = _split_by_form(b=b, c=c)
     compute = check_floats(
         where,
-        {"u_bsi": u_bsi, **varying},
+        {"u_bsi": u_bsi, "z_bsi": z_bsi, **varying},
         {"dt_bsi": dt_bsi, "a_ir": a_ir, "skip_i": skip_i, "initial_bir": initial_bir, **constant},
     )
     guard(
@@ -99,28 +102,29 @@ def selective_scan(
         c=c,
         skip_i=skip_i,
         initial_bir=initial_bir,
+        z_bsi=z_bsi,
     )
     if initial_bir is None:
         initial_bir = torch.zeros(rows, *a_ir.shape, dtype=compute, device=u_bsi.device)
-    kernel = select_impl(where, impl, SELECTIVE_SCAN, (u_bsi, dt_bsi, a_ir, b, c, initial_bir))
+    tensors = (
+        *(u_bsi, dt_bsi, a_ir, _regroup(b, groups), _regroup(c, groups), initial_bir),
+        a_ir.new_empty(0) if skip_i is None else skip_i,
+        u_bsi.new_empty(*u_bsi.shape[:2], 0) if z_bsi is None else z_bsi,
+    )
+    kernel = select_impl(where, impl, SELECTIVE_SCAN, tensors)
     if kernel == "reference":
         borders = None if pack is None else pack.cu_seqlens
         y_bsi, final_bir = selective_scan_reference(
-            u_bsi, dt_bsi, a_ir, b, c, skip_i, initial_bir, cu_seqlens=borders
+            u_bsi, dt_bsi, a_ir, b, c, skip_i, initial_bir, z_bsi=z_bsi, cu_seqlens=borders
         )
     else:
         y_bsi, final_bir = SELECTIVE_SCAN(
-            *(u_bsi, dt_bsi, a_ir),
-            *(_regroup(b, groups), _regroup(c, groups)),
-            initial_bir,
+            *tensors,
             *("b" in constant, "c" in constant),
             None,
             *((None, None, None) if pack is None else pack[:3]),
             kernel=kernel,
         )
-        if skip_i is not None:
-            y_bsi = y_bsi + skip_i.to(compute) * u_bsi.to(compute)
-        y_bsi = y_bsi.to(u_bsi.dtype)
     guard(where, y_bsi=y_bsi, final_bir=final_bir)
     return ScanOutput(y_bsi, final_bir)
 

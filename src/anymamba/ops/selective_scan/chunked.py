@@ -16,6 +16,7 @@ from torch import Tensor
 from anymamba.ops.numerics import accumulate_dtype
 from anymamba.ops.packing import ChunkTable, Packing, chunk_table
 from anymamba.ops.selective_scan.coefficients import coefficient, grouped, ungrouped
+from anymamba.ops.selective_scan.ending import Ending
 
 __all__ = ["scan_backward", "scan_forward"]
 
@@ -32,10 +33,12 @@ def scan_forward(
     b: Tensor,
     c: Tensor,
     initial_bir: Tensor,
+    skip_i: Tensor,
+    z_bsi: Tensor,
     chunk_len: int | None,
     pack: Packing | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `y[t] = sum_r C[t] h[t]` and the final state.
+    """Compute `y[t] = (sum_r C[t] h[t] + skip u[t]) silu(z[t])` and the final state.
 
     Args:
         u_bsi: inputs.
@@ -44,19 +47,22 @@ def scan_forward(
         b: constant `(i, r)` or grouped `(b, s, g, r)`.
         c: like `b`; where both are grouped, with the same g.
         initial_bir: one row per batch row, or per packed sequence.
+        skip_i: weight of the direct path; no channels at all where there is none.
+        z_bsi: the gate; no channels at all where there is none.
         chunk_len: tokens per chunk; None chooses by size.
         pack: where tokens belong, for a packed row.
 
     Returns:
-        `y_bsi` and `final_bir`, both in the dtype of accumulation.
+        `y_bsi` in the dtype of u and `final_bir` in the dtype of accumulation.
     """
     scan = _Scan(u_bsi, dt_bsi, a_ir, b, c, chunk_len, pack)
+    ending = scan.ending(skip_i, z_bsi)
     rows_qgre = scan.take_rows(initial_bir)
-    y_bsi = scan.empty_tokens(u_bsi, scan.compute)
+    y_bsi = scan.empty_tokens(u_bsi, u_bsi.dtype)
     y_sbg1e = scan.time_major(y_bsi)
     for place, chunk in enumerate(scan.chunks):
         state_lbgre, _ = scan.advance(chunk, scan.read_row(place, rows_qgre))
-        y_sbg1e[chunk] = scan.c.contract(chunk, state_lbgre)
+        y_sbg1e[chunk] = ending.apply(chunk, scan.c.contract(chunk, state_lbgre))
         scan.write_row(place, rows_qgre, state_lbgre[-1])
     return scan.gather(y_bsi), scan.give_rows(rows_qgre)
 
@@ -70,15 +76,18 @@ def scan_backward(
     b: Tensor,
     c: Tensor,
     initial_bir: Tensor,
+    skip_i: Tensor,
+    z_bsi: Tensor,
     chunk_len: int | None,
     pack: Packing | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of u, dt, a, b, c and the initial state (README 4).
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of u, dt, a, b, c, the initial state, skip and z (README 4).
 
     Two passes over the chunks: left to right for the state that enters each chunk, then right to
     left, rebuilding one chunk at a time.
     """
     scan = _Scan(u_bsi, dt_bsi, a_ir, b, c, chunk_len, pack)
+    ending = scan.ending(skip_i, z_bsi)
     entry_nbgre = scan.entry_states(initial_bir)
     rows_qgre = scan.take_rows(grad_final_bir)
     grad_y_sbg1e = scan.time_major(scan.spread(grad_y_bsi))
@@ -97,7 +106,11 @@ def scan_backward(
         length = state_lbgre.shape[0]
         decay_lbgre, previous_lbgre = scan.decay_buffer[:length], scan.state_buffer[:length]
         u_lbg1e, dt_lbg1e = scan.tokens(chunk)
-        grad_y_lbg1e = grad_y_sbg1e[chunk].to(scan.compute)
+        grad_y_lbg1e = ending.take_back(
+            chunk,
+            grad_y_sbg1e[chunk].to(scan.compute),
+            lambda chunk=chunk, state=state_lbgre: scan.c.contract(chunk, state),
+        )
         q_lbgre = scan.c.spread(chunk, grad_y_lbg1e, q_buffer[:length])
         _run_back(scan, place, q_lbgre, rows_qgre)
 
@@ -110,7 +123,7 @@ def scan_backward(
         torch.mul(rate_lbgre, dt_lbg1e, out=q_lbgre)
         grad_a_gre += torch.sum(q_lbgre, (0, 1), out=part_gre)
         by_rate_lbg1e = torch.mul(rate_lbgre, scan.a_gre, out=q_lbgre).sum(-2, keepdim=True)
-        grad_u_sbg1e[chunk] = dt_lbg1e * grad_x_lbg1e
+        grad_u_sbg1e[chunk] = ending.add_skip(dt_lbg1e * grad_x_lbg1e, grad_y_lbg1e)
         grad_dt_sbg1e[chunk] = by_rate_lbg1e.addcmul_(u_lbg1e, grad_x_lbg1e)
     return (
         scan.gather(grad_u_bsi),
@@ -119,6 +132,8 @@ def scan_backward(
         scan.b.finish(grad_b),
         scan.c.finish(grad_c),
         scan.give_rows(rows_qgre).to(initial_bir.dtype),
+        ending.grad_skip(),
+        scan.gather(ending.grad_z_bsi),
     )
 
 
@@ -174,6 +189,12 @@ class _Scan:
         self.decay_slots = self.decay_buffer.unbind(0)
         self.state_slots = self.state_buffer.unbind(0)
         self.carry_bgre = torch.empty_like(self.decay_slots[0])
+
+    def ending(self, skip_i: Tensor, z_bsi: Tensor) -> Ending:
+        """Lay skip and gate out; either has no channels where there is none."""
+        z_bsi = self.spread(z_bsi)
+        grad_z_bsi = self.empty_tokens(z_bsi, z_bsi.dtype)
+        return Ending(skip_i, z_bsi, grad_z_bsi, self.u_sbg1e, self.compute, self.time_major)
 
     def advance(self, chunk: slice, entry_bgre: Tensor) -> tuple[Tensor, Tensor]:
         """Fill the buffers with a chunk's decays and states; return the states and dt u."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.ops.numerics import accumulate_dtype
@@ -25,6 +26,7 @@ def selective_scan_reference(
     skip_i: Tensor | None = None,
     initial_bir: Tensor | None = None,
     *,
+    z_bsi: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token (README 2); arguments as in `selective_scan`.
@@ -43,9 +45,19 @@ def selective_scan_reference(
         rows = batch if pack is None else pack.count
         initial_bir = torch.zeros(rows, *a_ir.shape, dtype=compute, device=u_bsi.device)
     y_bsi, final_bir = run_tokens(u_bsi, dt_bsi, a_ir, b, c, initial_bir, pack)
+    return finish_outputs(y_bsi, u_bsi, skip_i, z_bsi), final_bir
+
+
+def finish_outputs(
+    y_bsi: Tensor, u_bsi: Tensor, skip_i: Tensor | None, z_bsi: Tensor | None
+) -> Tensor:
+    """Add the skip, apply the gate `silu(z)`, and round to the dtype of u."""
+    compute = accumulate_dtype(u_bsi.dtype)
     if skip_i is not None:
         y_bsi = y_bsi + skip_i.to(compute) * u_bsi.to(compute)
-    return y_bsi.to(u_bsi.dtype), final_bir
+    if z_bsi is not None:
+        y_bsi = y_bsi * F.silu(z_bsi.to(compute))
+    return y_bsi.to(u_bsi.dtype)
 
 
 def run_tokens(
@@ -57,7 +69,7 @@ def run_tokens(
     initial_bir: Tensor,
     pack: Packing | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence without the skip; both results have the dtype of accumulation.
+    """Run the recurrence without skip and gate; both results have the dtype of accumulation.
 
     In a packed row the state restarts at each sequence's first token and is read off at its last.
     """

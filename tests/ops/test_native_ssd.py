@@ -1,0 +1,241 @@
+"""Laws of the CPU kernel of the SSD core: threads, layouts, odd sizes, segments, workspace."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anymamba.ops import ssd_core
+from anymamba.ops.ssd.native import backward, forward, refusal
+from kernels import NATIVE, running
+from laws import assert_same, assert_ways_agree, error_of, rand, randn
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="this installation has no compiled kernels")
+KINDS = pytest.mark.parametrize("kind", NATIVE)
+
+
+def make(b=1, s=50, m=1, h=2, g=1, p=16, r=16, *, rows=None, decay=1.0) -> list[Tensor]:
+    """Return the core's five tensors in float32; `rows` states, one per batch row unless packed."""
+    f32 = {"dtype": torch.float32}
+    return [
+        randn(b, s, m, h, p, seed=1, **f32),
+        -decay * rand(b, s, h, seed=2, **f32),
+        randn(b, s, m, g, r, seed=3, **f32),
+        randn(b, s, m, g, r, seed=4, **f32),
+        randn(rows or b, h, p, r, seed=5, **f32),
+    ]
+
+
+def heads_of(*outputs: Tensor) -> list[Tensor]:
+    """Return fixed gradients of the outputs, which bfloat16 can hold."""
+    return [
+        randn(*y.shape, seed=9 + place).bfloat16().to(y.dtype) for place, y in enumerate(outputs)
+    ]
+
+
+def run(tensors: list[Tensor], strict=False, cu_seqlens: Tensor | None = None) -> list[Tensor]:
+    """Return the outputs of the kernel and its gradients for fixed heads."""
+    constants = (strict, 64, cu_seqlens)
+    outputs = forward(*tensors, *constants)
+    return [*outputs, *backward(*heads_of(*outputs), *tensors, *constants)]
+
+
+def by(impl: str, strict=False, cu_seqlens: Tensor | None = None):
+    return lambda *x: ssd_core(*x, strict=strict, impl=impl, cu_seqlens=cu_seqlens)
+
+
+@pytest.fixture
+def threads():
+    """Set torch's number of threads, and set it back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("h", "g", "p"), [(6, 6, 16), (12, 1, 16), (6, 2, 16), (1, 1, 70)], ids=str
+)
+def test_outputs_do_not_depend_on_threads(kind, h, g, p, threads):
+    """Outputs and final states are the same bits on any number of threads."""
+    tensors = make(s=100, h=h, g=g, p=p)
+    results = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        with running(kind):
+            results.append(forward(*tensors, False, 64, None))
+    for expected, actual in pairwise(results):
+        assert torch.equal(expected[0], actual[0])
+        assert torch.equal(expected[1], actual[1])
+
+
+@KINDS
+@pytest.mark.parametrize("g", [1, 3, 12])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_gradients_are_the_same_in_every_run(kind, g, count, threads):
+    """On a given number of threads gradients are the same bits, and right, in every run."""
+    threads(count)
+    tensors = make(s=300, h=12, g=g)
+    with running(kind):
+        first, second = run(tensors), run(tensors)
+        for expected, actual in zip(first, second, strict=True):
+            assert torch.equal(expected, actual)
+        assert_ways_agree(by("portable"), by("native"), tensors)
+
+
+@KINDS
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("b", "s", "m", "h", "g", "p", "r"),
+    [
+        (1, 1, 1, 1, 1, 1, 1),
+        (2, 33, 1, 2, 1, 20, 24),
+        (1, 65, 4, 3, 1, 5, 7),
+        (1, 9, 3, 4, 4, 17, 33),
+        (1, 3, 70, 2, 1, 8, 8),
+        (3, 40, 1, 10, 2, 40, 9),
+    ],
+)
+def test_odd_sizes_equal_reference(kind, strict, b, s, m, h, g, p, r):
+    """Widths, states and ranks that fill no vector, panel or chunk change nothing."""
+    with running(kind):
+        assert_ways_agree(by("reference", strict), by("native", strict), make(b, s, m, h, g, p, r))
+
+
+@KINDS
+@pytest.mark.parametrize("g", [1, 8])
+def test_packs_that_cross_segments_equal_reference(kind, g, threads):
+    """Borders anywhere, empty sequences too, in a row so long that states are recomputed."""
+    threads(2)
+    lengths = [0, 1, 130, 0, 64, 301, 2, 0]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = make(s=sum(lengths), h=8, g=g, rows=len(lengths))
+    with running(kind):
+        assert_ways_agree(
+            by("reference", False, cu_seqlens), by("native", False, cu_seqlens), tensors
+        )
+
+
+@KINDS
+def test_views_equal_copies(kind):
+    """Transposed, sliced and expanded tensors give the bits of their contiguous copies."""
+    v, da, b, c, initial = make(2, 40, 2, 4, 2, 20, 24)
+    wide = torch.zeros(2, 40, 2, 4, 50)
+    wide[..., 13:33] = v
+    views = [
+        wide[..., 13:33],
+        da.mT.contiguous().mT,
+        b.transpose(1, 3).contiguous().transpose(1, 3),
+        c.mT.contiguous().mT,
+        initial[:, :, :1, :1].expand_as(initial),
+    ]
+    with running(kind):
+        expected, actual = run([x.contiguous() for x in views]), run(views)
+    for want, got in zip(expected, actual, strict=True):
+        assert torch.equal(want, got)
+
+
+@KINDS
+@pytest.mark.parametrize("g", [1, 4])
+def test_bfloat16_is_rounded_once(kind, g):
+    """Beside bfloat16 storage all sums are float32: results are those of float32, rounded."""
+    half = [x.bfloat16() if place != 1 else x for place, x in enumerate(make(s=90, h=4, g=g))]
+    with running(kind):
+        expected, actual = run([x.float() for x in half]), run(half)
+    assert [x.dtype for x in actual[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    for want, got in zip(expected, actual, strict=True):
+        assert torch.equal(want.to(got.dtype), got)
+
+
+@KINDS
+def test_weak_decay_survives_strong_decay(kind):
+    """Behind a stretch of strong decay, neighbours still see the exact decay between them."""
+    tensors = make(s=300, h=2)
+    tensors[1][:, :100], tensors[1][:, 100:] = -60.0, -0.01
+    exact = ssd_core(*(x.double() for x in tensors), impl="reference")
+    with running(kind):
+        y, final = forward(*tensors, False, 64, None)
+    assert error_of(exact.y_bsmhp, y) < 6e-7
+    assert error_of(exact.final_bhpr, final) < 6e-7
+
+
+@KINDS
+def test_infinite_decay_parts_a_sequence(kind):
+    """A log-decay of minus infinity wipes the state: both sides are as if alone, without a NaN."""
+    tensors = make(s=70, h=2)
+    tensors[1][:, 40] = -torch.inf
+    before, after = [x[:, :40] for x in tensors[:4]], [x[:, 40:] for x in tensors[:4]]
+    constants = (False, 64, None)
+    with running(kind):
+        y, final, *grads = run(tensors)
+        left = forward(*before, tensors[4], *constants)
+        right = forward(*after, torch.zeros_like(tensors[4]), *constants)
+        head = heads_of(y)[0][:, :40]
+        left_grads = backward(head, torch.zeros_like(final), *before, tensors[4], *constants)
+    assert_same(torch.cat([left[0], right[0]], 1), y)
+    assert_same(right[1], final)
+    for want, got in zip(left_grads[:4], grads[:4], strict=True):
+        assert_same(want, got[:, :40], "grad")
+        assert got.isfinite().all()
+    assert_same(left_grads[4], grads[4], "grad")
+
+
+@KINDS
+def test_packed_neighbours_never_meet(kind):
+    """NaN in one packed sequence stays there, in outputs, states and gradients."""
+    cu_seqlens = torch.tensor([0, 5, 30, 44])
+    tensors = make(s=44, h=2, rows=3)
+    tensors[0][:, 7] = torch.nan
+    with running(kind):
+        y, final, *grads = run(tensors, cu_seqlens=cu_seqlens)
+    assert y[:, :5].isfinite().all()
+    assert y[:, 30:].isfinite().all()
+    assert final[[0, 2]].isfinite().all()
+    for grad in grads[:4]:
+        assert grad[:, :5].isfinite().all()
+        assert grad[:, 30:].isfinite().all()
+    assert grads[4][[0, 2]].isfinite().all()
+
+
+def test_half_precision_without_a_kernel_is_refused():
+    """float16 and float64 are refused by name."""
+    tensors = make()
+    assert refusal(*tensors) is None
+    for place, dtype in ((0, torch.float16), (3, torch.float64)):
+        given = [x.to(dtype) if place == at else x for at, x in enumerate(tensors)]
+        assert str(dtype) in str(refusal(*given))
+
+
+class _WorkspaceError(Exception):
+    """Carries the size of a workspace out of the call that asked for it."""
+
+
+class _StopAtWorkspace(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") == torch.uint8:
+            raise _WorkspaceError(args[1][0])
+        return func(*args, **kwargs)
+
+
+def workspace_of(call, *args) -> int:
+    """Return the bytes of workspace that a call wants, without running the kernel."""
+    with _StopAtWorkspace(), pytest.raises(_WorkspaceError) as caught:
+        call(*args)
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("g", [1, 24])
+@pytest.mark.parametrize(("count", "s"), [(1, 1024), (2, 2048), (16, 16384)])
+def test_workspace_is_less_than_half_of_the_inputs(count, s, g, threads):
+    """Forward and backward take at most half the bytes of their inputs, on any threads."""
+    threads(count)
+    v, bc = torch.zeros(64).expand(1, s, 1, 24, 64), torch.zeros(128).expand(1, s, 1, g, 128)
+    da, initial = torch.zeros(24).expand(1, s, 24), torch.zeros(1, 24, 64, 128)
+    tensors = (v, da, bc, bc, initial)
+    inputs = 4 * sum(x.numel() for x in tensors)
+    constants = (False, 64, None)
+    assert workspace_of(forward, *tensors, *constants) <= inputs / 2
+    assert workspace_of(backward, v, initial, *tensors, *constants) <= inputs / 2
