@@ -15,6 +15,7 @@ PUBLIC = {
     *("Mamba", "Mamba1", "Mamba2", "Mamba3", "MambaConfig", "MambaLM", "SsdPath"),
     *("Mamba1Cache", "Mamba2Cache", "Mamba3Cache", "Mamba3DoubleSsdCache"),
     *("Mamba3SingleSsdCache", "ModelCache", "RotationState"),
+    *("BidirectionalStack", "LatentModel"),
     *("generate", "stream", "load_state", "save_state", "verify", "ops", "__version__"),
 }
 

@@ -11,8 +11,9 @@ The mathematics is in `anymamba.ops`: pure functions on tensors.
 from anymamba import ops
 from anymamba.generate import generate, stream
 from anymamba.io import load_state, save_state
-from anymamba.models import MambaConfig, MambaLM, verify
+from anymamba.models import LatentModel, MambaConfig, MambaLM, verify
 from anymamba.nn import (
+    BidirectionalStack,
     Mamba,
     Mamba1,
     Mamba1Cache,
@@ -29,6 +30,8 @@ from anymamba.ops import SsdPath
 from anymamba.version import __version__
 
 __all__ = [
+    "BidirectionalStack",
+    "LatentModel",
     "Mamba",
     "Mamba1",
     "Mamba1Cache",

@@ -115,16 +115,42 @@ ACTIVATION = record(
 )
 WHERE = {"branch": TEXT, "turns": COUNT, "position": COUNT}
 
+RUN = {
+    "finished": {"type": "boolean"},
+    "step": COUNT,
+    "tokens": COUNT,
+    "seconds": POSITIVE,
+    "skipped": COUNT,
+    "bits_per_byte": MAYBE_NUMBER,
+    "out": TEXT,
+}
+COMPARISON = {
+    "model": NUMBER,
+    "ngram": NUMBER,
+    "order": COUNT,
+    "seen_bytes": COUNT,
+    "held_out_bytes": COUNT,
+    "held_out_files": COUNT,
+}
+TOUR = record(operators=table(table(MAYBE_NUMBER)), core=array(FIGURE), scan=array(FIGURE))
+
 SCHEMAS = {
     "demo": document(
         "demo",
+        training=record(**RUN),
         verify=record(ok={"type": "boolean"}, **MATRIX),
         text=TEXT,
         resumed_equals_whole={"type": "boolean"},
-        operators=table(table(MAYBE_NUMBER)),
-        core=array(FIGURE),
-        scan=array(FIGURE),
+        comparison=record(**COMPARISON),
+        tour={"anyOf": [{"type": "null"}, TOUR]},
     ),
+    "train": {
+        "anyOf": [
+            document("train", **RUN),
+            document("train", recipe=TEXT, owners=array(TEXT)),
+        ]
+    },
+    "compare": document("compare", run=TEXT, **COMPARISON),
     "generate": document("generate", model=TEXT, prompt=TEXT, **SPEECH),
     "chat": {
         "anyOf": [

@@ -1,10 +1,27 @@
 """Comparing the speed of functions: interleaved, so that a busy moment hurts all of them alike."""
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
-__all__ = ["interleaved_medians"]
+__all__ = ["Timing", "interleave", "interleaved_medians"]
+
+
+class Timing(NamedTuple):
+    """Seconds of a function over several runs: the median, and the middle half around it."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @property
+    def spread(self) -> float:
+        """Half the width of the middle half, relative to the median."""
+        return (self.high - self.low) / (2 * self.median) if self.median else 0.0
 
 
 def interleaved_medians(
@@ -24,3 +41,63 @@ def interleaved_medians(
             if turn >= warm_up:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 50,
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
+) -> dict[str, Timing]:
+    """Time functions in turns: A, B, A, B, ...; one that has used up its time leaves the round.
+
+    Args:
+        functions: by name; already warm.
+        seconds: what each of them may take altogether.
+        least: runs that each of them gets in any case.
+        most: runs after which it is enough.
+        around: what is entered before a function's clock starts and left after it has stopped.
+
+    Example:
+        >>> interleave({"a": int, "b": str}, most=3)["a"].runs
+        3
+    """
+    around = around or {}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    waiting = dict(functions)
+    with _no_collection():
+        while waiting:
+            for name, function in list(waiting.items()):
+                with around.get(name, nullcontext)():
+                    start = time.perf_counter()
+                    result = function()
+                    times[name].append(time.perf_counter() - start)
+                    # Freed here: the next function's clock must not pay for this one's memory.
+                    del result
+                runs = len(times[name])
+                if runs >= most or (runs >= least and sum(times[name]) >= seconds):
+                    del waiting[name]
+    return {name: _timing(values) for name, values in times.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    middle = statistics.median(values)
+    if len(values) < 2:
+        return Timing(middle, middle, middle, len(values))
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Timing(middle, low, high, len(values))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running inside of somebody's measurement."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -5,11 +5,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["intermediate_bytes", "peak_bytes", "tensor_bytes"]
+__all__ = ["intermediate_bytes", "peak_and_result", "peak_bytes", "quiet_profiler", "tensor_bytes"]
+
+T = TypeVar("T")
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -22,21 +25,21 @@ def peak_bytes(function: Callable[[], object]) -> int:
         >>> peak_bytes(lambda: torch.zeros(1000) + 1) >= 8000
         True
     """
+    return peak_and_result(function)[0]
+
+
+def peak_and_result(function: Callable[[], T]) -> tuple[int, T]:
+    """Return the same peak, and what the function returned."""
     # A cycle that is collected meanwhile would hide as many bytes as it frees.
     gc.collect()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        _without_profiler_chatter(),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
+    with quiet_profiler(profile_memory=True) as profile:
         result = function()
-    del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # pyright: ignore[reportOptionalMemberAccess]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, held)
-    return peak
+    return peak, result
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:
@@ -58,14 +61,18 @@ def intermediate_bytes(forward: Callable[..., Sequence[Tensor]], inputs: Sequenc
 
 
 @contextmanager
-def _without_profiler_chatter() -> Iterator[None]:
-    """Keep the profiler's native log lines off the terminal."""
+def quiet_profiler(*, profile_memory: bool = False) -> Iterator[torch.profiler.profile]:
+    """Run torch's profiler, and keep its native log lines off the terminal."""
     sys.stderr.flush()
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
+    activities = [torch.profiler.ProfilerActivity.CPU]
     try:
         os.dup2(sink, 2)
-        yield
+        with torch.profiler.profile(
+            activities=activities, profile_memory=profile_memory
+        ) as profile:
+            yield profile
     finally:
         os.dup2(saved, 2)
         os.close(saved)

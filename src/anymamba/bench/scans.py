@@ -10,7 +10,7 @@ from anymamba.bench.clock import interleaved_medians
 from anymamba.bench.memory import intermediate_bytes, tensor_bytes
 from anymamba.ops import SsdPath, selective_scan, ssd_core
 
-__all__ = ["Figure", "core_figures", "core_inputs", "scan_figures", "scan_growth"]
+__all__ = ["Figure", "core_figures", "scan_figures", "scan_inputs", "unbind_loop"]
 
 Forward = Callable[..., Sequence[Tensor]]
 
@@ -22,24 +22,6 @@ class Figure(NamedTuple):
     seconds: float
     intermediates: int
     inputs: int
-
-
-def core_inputs(
-    b: int = 1, s: int = 4096, m: int = 1, h: int = 24, g: int = 24, p: int = 64, r: int = 128
-) -> list[Tensor]:
-    """Return random inputs of the SSD core."""
-    random = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random)
-
-    return [
-        normal(b, s, m, h, p),
-        -0.1 * torch.rand((b, s, h), generator=random),
-        normal(b, s, m, g, r),
-        normal(b, s, m, g, r),
-        normal(b, h, p, r),
-    ]
 
 
 def core_figures(inputs: Sequence[Tensor], repeats: int = 5) -> list[Figure]:
@@ -54,17 +36,10 @@ def core_figures(inputs: Sequence[Tensor], repeats: int = 5) -> list[Figure]:
 def scan_figures(s: int = 2048, i: int = 1536, r: int = 16, repeats: int = 3) -> list[Figure]:
     """Measure forward and backward of the selective scan against a loop over `unbind`."""
     forwards: dict[str, Forward] = {
-        "loop over unbind": _unbind_loop,
+        "loop over unbind": unbind_loop,
         "selective_scan": selective_scan,
     }
     return _figures(forwards, scan_inputs(s, i, r), repeats)
-
-
-def scan_growth(lengths: Sequence[int], i: int = 1536, r: int = 16) -> dict[int, float]:
-    """Measure seconds per token of the selective scan at several lengths."""
-    cases = {str(s): _train(selective_scan, scan_inputs(s, i, r)) for s in lengths}
-    medians = interleaved_medians(cases, repeats=7)
-    return {s: medians[str(s)] / s for s in lengths}
 
 
 def scan_inputs(s: int, i: int, r: int) -> list[Tensor]:
@@ -79,7 +54,7 @@ def scan_inputs(s: int, i: int, r: int) -> list[Tensor]:
     ]
 
 
-def _unbind_loop(
+def unbind_loop(
     u_bsi: Tensor, dt_bsi: Tensor, a_ir: Tensor, b_bsr: Tensor, c_bsr: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence as torch users write it; `unbind` because slicing is quadratic."""

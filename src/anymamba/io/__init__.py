@@ -3,7 +3,10 @@
 from anymamba.io.checkpoint import CheckpointService, load_pretrained, save_pretrained
 from anymamba.io.config_file import read_config
 from anymamba.io.convert import convert_checkpoint
+from anymamba.io.disk import read_json, replacing, write_json
+from anymamba.io.model_files import ModelFolders, load_model, save_model
 from anymamba.io.state_file import load_state, save_state
+from anymamba.io.tensor_file import read_safetensors, write_safetensors
 from anymamba.io.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -11,21 +14,30 @@ from anymamba.io.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from anymamba.models import use_checkpoints
+from anymamba.models import use_checkpoints, use_model_files
 
 __all__ = [
     "ByteTokenizer",
     "CheckpointService",
     "FileTokenizer",
     "IncrementalDecoder",
+    "ModelFolders",
     "Tokenizer",
     "convert_checkpoint",
+    "load_model",
     "load_pretrained",
     "load_state",
     "load_tokenizer",
     "read_config",
+    "read_json",
+    "read_safetensors",
+    "replacing",
+    "save_model",
     "save_pretrained",
     "save_state",
+    "write_json",
+    "write_safetensors",
 ]
 
 use_checkpoints(CheckpointService())
+use_model_files(ModelFolders())

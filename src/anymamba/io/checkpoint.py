@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.config_file import choose_activation, describe, write_config
@@ -18,7 +18,7 @@ from anymamba.io.layouts import (
     to_transformers,
     transformers_names,
 )
-from anymamba.io.match import EMBEDDING, HEAD, check_match, skeleton
+from anymamba.io.match import EMBEDDING, HEAD, check_match, filled, skeleton
 from anymamba.io.tensor_file import DTYPES
 from anymamba.io.weights_file import check_format, read_weights, write_weights
 from anymamba.models import MambaConfig, MambaLM
@@ -212,16 +212,10 @@ def write_checkpoint(
 
 def _fill(model: MambaLM, stored: Mapping[str, Tensor], device: torch.device) -> None:
     """Give a model without values its own copies of the stored ones, one tensor at a time."""
-    filled: dict[str, nn.Parameter] = {}
-    for name, empty in model.named_parameters():
-        value = stored[name].to(device=device, dtype=empty.dtype, copy=True)
-        parameter = nn.Parameter(value.contiguous(), requires_grad=empty.requires_grad)
-        # Assigning replaces the parameter, and with it the tags that optimisers look for.
-        vars(parameter).update(vars(empty))
-        filled[name] = parameter
+    parameters = filled(model, stored, device)
     if model.config.tie_embeddings:
-        filled[HEAD] = filled[EMBEDDING]
-    model.load_state_dict(filled, assign=True)
+        parameters[HEAD] = parameters[EMBEDDING]
+    model.load_state_dict(parameters, assign=True)
     model.tie_weights()
 
 

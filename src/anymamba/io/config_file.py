@@ -47,6 +47,12 @@ def describe(where: str, directory: Path) -> Description:
     """Return configuration and layout of a checkpoint."""
     file = directory / "config.json"
     entries = read_json(where, file)
+    if "anymamba_model" in entries:
+        kind = entries["anymamba_model"]
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must describe a language model; it describes a {kind}. "
+            f"Use {kind}.from_pretrained, or anymamba.io.load_model."
+        )
     try:
         if "model_type" in entries:
             config = from_transformers(f"{where}: {str(file)!r}", entries)

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anymamba.errors import AnyMambaError, CheckpointError
 from anymamba.models import MambaConfig, MambaLM
 
-__all__ = ["check_match", "skeleton"]
+__all__ = ["check_match", "check_names", "filled", "outline", "skeleton"]
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
 # Enough to see the pattern; a foreign checkpoint differs in hundreds of names.
 _ROWS = 8
@@ -68,10 +69,25 @@ def skeleton(
             f"{where}: {file!r} must describe the weights beside it; it says {config.n_layer} "
             f"layers, and there are {stored} tensors in all. One of the two is of another model."
         )
+    return outline(where, directory, lambda: MambaLM(config, device="cpu", dtype=dtype))
+
+
+def outline(where: str, directory: Path, build: Callable[[], ModelT]) -> ModelT:
+    """Return what `build` builds with names, shapes and dtypes, but without values.
+
+    Args:
+        where: the function that asks; opens every message.
+        directory: the checkpoint, for the message.
+        build: creates the model on the CPU.
+
+    Raises:
+        CheckpointError: the model cannot be built.
+    """
+    file = str(directory / "config.json")
     try:
         # Small tensors are drawn at random; the caller's next draw must not notice.
         with torch.random.fork_rng(devices=[]), _Outline():
-            return MambaLM(config, device="cpu", dtype=dtype)
+            return build()
     # Values of a wrong type fail anywhere in the constructors.
     except (AnyMambaError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
@@ -101,11 +117,40 @@ def check_match(
         CheckpointError: names or shapes differ, or a tied head differs from the embedding.
     """
     tied = config.tie_embeddings
-    missing = [
-        (name, _shape(tensor), "")
-        for name, tensor in expected.items()
-        if name not in stored and not (tied and name == HEAD)
-    ]
+    needed = {name: x for name, x in expected.items() if not (tied and name == HEAD)}
+    optional = {HEAD: expected[HEAD]} if tied else {}
+    kind = f"{config.layer} model with this config"
+    check_names(where, directory, kind, needed, stored, optional)
+    if tied and HEAD in stored and not _same(stored[EMBEDDING], stored[HEAD]):
+        raise CheckpointError(
+            f"{where}: {HEAD} in {str(directory)!r} must equal {EMBEDDING}, because config.json "
+            "ties them; their values differ. Set tie_embeddings to false in config.json."
+        )
+
+
+def check_names(
+    where: str,
+    directory: Path,
+    kind: str,
+    needed: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
+    optional: Mapping[str, Tensor],
+) -> None:
+    """Raise, with one table, unless names and shapes are those of the model.
+
+    Args:
+        where: the function that asks; opens every message.
+        directory: the checkpoint, for the message.
+        kind: what the model is, in words.
+        needed: tensors that must be stored, of any device.
+        stored: what the file holds.
+        optional: tensors that may be stored.
+
+    Raises:
+        CheckpointError: a name is missing or unexpected, or a shape differs.
+    """
+    expected = {**needed, **optional}
+    missing = [(name, _shape(tensor), "") for name, tensor in needed.items() if name not in stored]
     unexpected = [
         (name, "", _shape(tensor)) for name, tensor in stored.items() if name not in expected
     ]
@@ -118,15 +163,23 @@ def check_match(
         kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
         counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items())
         raise CheckpointError(
-            f"{where}: the weights in {str(directory)!r} must be those of a {config.layer} model "
-            f"with this config; {counts}.\n{_table(kinds)}\n"
-            "Check that config.json and the weights belong together."
+            f"{where}: the weights in {str(directory)!r} must be those of a {kind}; {counts}.\n"
+            f"{_table(kinds)}\nCheck that config.json and the weights belong together."
         )
-    if tied and HEAD in stored and not _same(stored[EMBEDDING], stored[HEAD]):
-        raise CheckpointError(
-            f"{where}: {HEAD} in {str(directory)!r} must equal {EMBEDDING}, because config.json "
-            "ties them; their values differ. Set tie_embeddings to false in config.json."
-        )
+
+
+def filled(
+    model: nn.Module, stored: Mapping[str, Tensor], device: torch.device
+) -> dict[str, nn.Parameter]:
+    """Return a model's parameters with copies of the stored values, one tensor at a time."""
+    parameters: dict[str, nn.Parameter] = {}
+    for name, empty in model.named_parameters():
+        value = stored[name].to(device=device, dtype=empty.dtype, copy=True)
+        parameter = nn.Parameter(value.contiguous(), requires_grad=empty.requires_grad)
+        # Assigning replaces the parameter, and with it the tags that optimisers look for.
+        vars(parameter).update(vars(empty))
+        parameters[name] = parameter
+    return parameters
 
 
 def _same(embedding: Tensor, head: Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Writing safetensors files: by the library, whole or not at all."""
+"""Safetensors files: read and written by the library, written whole or not at all."""
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from anymamba.errors import CheckpointError
 from anymamba.io.disk import replacing
 
-__all__ = ["DTYPES", "bytes_of", "write_safetensors"]
+__all__ = ["DTYPES", "bytes_of", "read_safetensors", "write_safetensors"]
 
 # What weights and states may be stored as; states also count tokens, in int64.
 _PIECE = 1 << 20
@@ -69,3 +70,32 @@ def write_safetensors(
     with replacing(where, file) as stream:
         for start in range(0, len(content), _PIECE):
             stream.write(content[start : start + _PIECE])
+
+
+def read_safetensors(where: str, file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, copied to the CPU, and the text entries of its header.
+
+    Args:
+        where: the function that asks; opens every message.
+        file: what to read; it may be replaced or removed afterwards.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or safetensors is not there.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise CheckpointError(
+            f"{where}: the package safetensors must be installed; {error}. "
+            "Install it: pip install 'anymamba[io]'."
+        ) from error
+    try:
+        with safe_open(os.fspath(file), framework="pt", device="cpu") as reader:
+            # The library maps the file into memory: copy, or a later writer changes our values.
+            tensors = {name: reader.get_tensor(name).clone() for name in reader.keys()}  # noqa: SIM118
+            return tensors, dict(reader.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must be a whole safetensors file; {error}. "
+            "Use a copy of the original."
+        ) from error

@@ -1,26 +1,42 @@
-"""Language models: configuration, embedding, stack, head, loss, presets."""
+"""Language models, encoders and models on continuous inputs: a config, a stack, a head, a loss."""
 
 from anymamba.models.activation import ActivationReport, compare_activations
 from anymamba.models.config import MIXERS, MambaConfig
 from anymamba.models.count import ModelCount, PartCount, count_model
+from anymamba.models.encoder import Encoder, EncoderConfig, MaskedTokens, mask_tokens
+from anymamba.models.hybrid import hybrid_config
+from anymamba.models.latent import LatentModel, LatentStep
+from anymamba.models.latent_config import LatentConfig
 from anymamba.models.lm import MambaLM, use_checkpoints
 from anymamba.models.presets import PRESETS, preset
+from anymamba.models.stored import STORED_MODELS, StoredModel, use_model_files
 from anymamba.models.verify import verify
 from anymamba.models.verify_report import VerifyReport, VerifyRow
 
 __all__ = [
     "MIXERS",
     "PRESETS",
+    "STORED_MODELS",
     "ActivationReport",
+    "Encoder",
+    "EncoderConfig",
+    "LatentConfig",
+    "LatentModel",
+    "LatentStep",
     "MambaConfig",
     "MambaLM",
+    "MaskedTokens",
     "ModelCount",
     "PartCount",
+    "StoredModel",
     "VerifyReport",
     "VerifyRow",
     "compare_activations",
     "count_model",
+    "hybrid_config",
+    "mask_tokens",
     "preset",
     "use_checkpoints",
+    "use_model_files",
     "verify",
 ]

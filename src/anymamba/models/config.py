@@ -1,16 +1,22 @@
 """The configuration of a language model: the official `config.json`, field by field."""
 
-import difflib
 import inspect
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anymamba.errors import ConfigError
-from anymamba.nn import MHA, Mamba, Mamba2, Mamba3
+from anymamba.nn import (
+    MHA,
+    MIXERS,
+    Mamba3,
+    ResidualConfig,
+    StackConfig,
+    VirtualLayers,
+    check_options,
+    nearest,
+)
 
 __all__ = ["MIXERS", "MambaConfig"]
-
-MIXERS: dict[str, type] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class MambaConfig:
         fused_add_norm: accepted for compatibility; steers official kernels only.
         pad_vocab_size_multiple: the embedding has a multiple of this many rows.
         tie_embeddings: the head shares the embedding's weight.
+        virtual: more layers than sets of weights; None runs each layer once.
+        residual: how layers are joined.
+        grad_horizon: differentiate only this many virtual layers, from the top; None all.
 
     Example:
         >>> MambaConfig(d_model=8, n_layer=1, vocab_size=61).padded_vocab_size
@@ -51,6 +60,9 @@ class MambaConfig:
     fused_add_norm: bool = True
     pad_vocab_size_multiple: int = 8
     tie_embeddings: bool = True
+    virtual: VirtualLayers | None = None
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    grad_horizon: int | None = None
 
     def __post_init__(self) -> None:
         """Check sizes, the family, the names in both dictionaries and the attention places."""
@@ -66,20 +78,40 @@ class MambaConfig:
         if self.layer not in MIXERS:
             raise ConfigError(
                 f"MambaConfig: ssm_cfg['layer'] must be one of {sorted(MIXERS)}; "
-                f"got {self.layer!r}.{_near(str(self.layer), MIXERS)}"
+                f"got {self.layer!r}.{nearest(str(self.layer), MIXERS)}"
             )
-        _check_names("ssm_cfg", self.mixer_options, MIXERS[self.layer])
-        _check_names("attn_cfg", self.attn_cfg, MHA)
+        check_options("MambaConfig", "ssm_cfg", self.mixer_options, MIXERS[self.layer])
+        check_options("MambaConfig", "attn_cfg", self.attn_cfg, MHA)
         for place in self.attn_layer_idx:
             if not 0 <= place < self.n_layer:
                 raise ConfigError(
                     f"MambaConfig: attn_layer_idx must lie in 0..{self.n_layer - 1}; got {place}."
                 )
+        # What is left, the schedule and the gates, is checked where it is defined.
+        _ = self.stack
 
     @property
     def layer(self) -> str:
         """The family of the mixers: "Mamba1", "Mamba2" or "Mamba3"."""
         return self.ssm_cfg.get("layer", "Mamba1")
+
+    @property
+    def stack(self) -> StackConfig:
+        """The stack between embedding and head."""
+        return StackConfig(
+            d_model=self.d_model,
+            n_layer=self.n_layer,
+            ssm_cfg=self.ssm_cfg,
+            attn_layer_idx=self.attn_layer_idx,
+            attn_cfg=self.attn_cfg,
+            d_intermediate=self.d_intermediate,
+            rms_norm=self.rms_norm,
+            residual_in_fp32=self.residual_in_fp32,
+            final_norm=True,
+            virtual=self.virtual,
+            residual=self.residual,
+            grad_horizon=self.grad_horizon,
+        )
 
     @property
     def mixer_options(self) -> dict[str, Any]:
@@ -98,16 +130,26 @@ class MambaConfig:
         known = [f.name for f in fields(cls)]
         for name in entries:
             if name not in known:
-                raise ConfigError(f"MambaConfig: unknown key {name!r}.{_near(name, known)}")
-        return cls(**entries)
+                raise ConfigError(f"MambaConfig: unknown key {name!r}.{nearest(name, known)}")
+        parts = dict(entries)
+        if isinstance(parts.get("virtual"), dict):
+            parts["virtual"] = VirtualLayers(**parts["virtual"])
+        if isinstance(parts.get("residual"), dict):
+            parts["residual"] = ResidualConfig.from_dict(parts["residual"])
+        return cls(**parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the official keys, and nothing else; our options are in `ssm_cfg`.
+        """Return the official keys; our options of the blocks are in `ssm_cfg`.
 
+        Our own keys (`virtual`, `residual`, `grad_horizon`) are there only where they are used.
         Options that equal the official default are left out, except the activation of A, which no
         official config tells.
         """
         entries = asdict(self)
+        unused = {"virtual": None, "residual": ResidualConfig(), "grad_horizon": None}
+        for name, default in unused.items():
+            if getattr(self, name) == default:
+                del entries[name]
         if self.layer == "Mamba3":
             options = dict(entries["ssm_cfg"])
             options.setdefault("a_activation", _defaults(Mamba3)["a_activation"])
@@ -141,18 +183,3 @@ def _defaults(block: type) -> dict[str, Any]:
         for name, parameter in inspect.signature(block).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-
-
-def _check_names(where: str, options: dict[str, Any], block: type) -> None:
-    known = set(inspect.signature(block).parameters) - {"d_model", "embed_dim", "unknown"}
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"MambaConfig: {where}: {block.__name__} has no option {name!r}."
-                f"{_near(name, known)}"
-            )
-
-
-def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,27 +1,16 @@
 """The language model: embedding, stack, head, with official parameter names."""
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.errors import BackendError, CacheError, DtypeError, ShapeError
-from anymamba.models.config import MIXERS, MambaConfig
+from anymamba.errors import BackendError, DtypeError, ShapeError
+from anymamba.models.config import MambaConfig
 from anymamba.models.loss import head_loss, next_token_targets
-from anymamba.nn import (
-    MHA,
-    GatedMLP,
-    KVCache,
-    Layer,
-    ModelCache,
-    RMSNorm,
-    add_norm,
-    empty_model_cache,
-    is_plain,
-    walk,
-)
+from anymamba.nn import ModelCache, Stack, is_plain
 from anymamba.ops import SsdPath
 
 __all__ = ["MambaLM", "use_checkpoints"]
@@ -31,6 +20,13 @@ class LmStep(NamedTuple):
     """Logits and the state after them."""
 
     logits: Tensor
+    cache: ModelCache
+
+
+class LmLoss(NamedTuple):
+    """A mean loss and the state after the piece it belongs to."""
+
+    loss: Tensor
     cache: ModelCache
 
 
@@ -50,17 +46,15 @@ def use_checkpoints(checkpoints: Checkpoints) -> None:
     _checkpoints[:] = [checkpoints]
 
 
-class Backbone(nn.Module):
+class Backbone(Stack):
     """Embedding, layers and the final norm, under their official names."""
 
     def __init__(self, config: MambaConfig, factory: dict[str, Any]) -> None:
         """Create the parts."""
-        super().__init__()
+        # The embedding comes first, as in official checkpoints.
+        nn.Module.__init__(self)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
-        self.layers = nn.ModuleList(
-            _layer(config, place, factory) for place in range(config.n_layer)
-        )
-        self.norm_f = _norm(config, factory)
+        self.add_layers(config.stack, factory)
 
 
 class MambaLM(nn.Module):
@@ -144,24 +138,23 @@ class MambaLM(nn.Module):
         """Run one token: pure and differentiable; returns `(logits_bw, cache)`."""
         self._check_ids("MambaLM.step", ids_b, 1)
         self._check_cache("MambaLM.step", cache)
-        x_bd = self.backbone.embedding(ids_b)
-        branch, residual, layers = walk(
-            self.backbone.layers, x_bd, cache.layers, lambda mixer, x, c: mixer.step(x, c)
-        )
-        logits_bw = self.lm_head(self._final(branch, residual))
-        return LmStep(logits_bw, ModelCache(layers, cache.position_b + 1))
+        hidden_bd, new = self.backbone.token(self.backbone.embedding(ids_b), cache)
+        return LmStep(self.lm_head(hidden_bd), new)
 
     @torch.no_grad()
     def step_(self, ids_b: Tensor, cache: ModelCache) -> Tensor:
         """Run one token and write the new state into the cache's own memory; inference only."""
-        if any(isinstance(layer, KVCache) for layer in cache.layers):
-            raise BackendError(
-                "MambaLM.step_: keys and values of attention layers grow, so their cache cannot be "
-                "updated in place. Use step, which returns a new cache."
-            )
+        self.backbone.check_in_place("MambaLM.step_", cache)
         logits_bw, new = self.step(ids_b, cache)
         cache.assign_(new)
         return logits_bw
+
+    def step_infinite(self, ids_b: Tensor) -> Tensor:
+        """Return the limit of the logits when the same token is fed for ever; Mamba-3 only."""
+        where = "MambaLM.step_infinite"
+        self._check_ids(where, ids_b, 1)
+        stream = self.backbone.fixed_point(where, self.backbone.embedding(ids_b))
+        return self.lm_head(self.backbone.finish(stream))
 
     def loss(
         self,
@@ -184,14 +177,33 @@ class MambaLM(nn.Module):
             cu_seqlens: borders of packed sequences; no prediction crosses one.
             seq_idx: segment labels; no prediction crosses a change.
         """
+        how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+        return self.prefill_loss(ids_bs, targets_bs, **how).loss
+
+    def prefill_loss(
+        self,
+        ids_bs: Tensor,
+        targets_bs: Tensor | None = None,
+        cache: ModelCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        impl: str = "auto",
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+    ) -> LmLoss:
+        """Return the loss of a piece of a sequence and the state after it: `(loss, cache)`.
+
+        Truncated back-propagation through time is this call with `cache.detach()`. The arguments
+        are those of `loss`, and the state before the piece.
+        """
         if targets_bs is None:
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        hidden_bsd, _ = self._hidden(ids_bs, None, how)
+        hidden_bsd, new = self._hidden(ids_bs, cache, how)
         if is_plain(self.lm_head, nn.Linear):
-            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs)
+            return LmLoss(head_loss(hidden_bsd, self.lm_head.weight, targets_bs), new)
         logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
-        return F.cross_entropy(logits_sw.float(), targets_bs.flatten())
+        return LmLoss(F.cross_entropy(logits_sw.float(), targets_bs.flatten()), new)
 
     def empty_cache(
         self,
@@ -201,7 +213,8 @@ class MambaLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> ModelCache:
         """Return the state before the first token."""
-        return empty_model_cache(self.backbone.layers, batch_size, device=device, dtype=dtype)
+        cache = self.backbone.empty_cache(batch_size, device=device, dtype=dtype)
+        return cast("ModelCache", cache)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> "MambaLM":
@@ -224,19 +237,8 @@ class MambaLM(nn.Module):
         self._check_ids(where, ids_bs, 2)
         if cache is not None:
             self._check_cache(where, cache)
-        caches = [None] * len(self.backbone.layers) if cache is None else cache.layers
-        branch, residual, layers = walk(
-            self.backbone.layers,
-            self.backbone.embedding(ids_bs),
-            caches,
-            lambda mixer, x, c: mixer.prefill(x, c, **how),
-        )
-        position_b = _positions(ids_bs, cache, how["cu_seqlens"], how["seq_idx"])
-        return self._final(branch, residual), ModelCache(layers, position_b)
-
-    def _final(self, branch: Tensor, residual: Tensor | None) -> Tensor:
-        norm = self.backbone.norm_f
-        return add_norm(norm, branch, residual, self.config.residual_in_fp32)[0]
+        x_bsd = self.backbone.embedding(ids_bs)
+        return self.backbone.sequence(x_bsd, cache, how, None)
 
     def _check_ids(self, where: str, ids: Tensor, rank: int) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
@@ -250,16 +252,7 @@ class MambaLM(nn.Module):
             )
 
     def _check_cache(self, where: str, cache: ModelCache) -> None:
-        if not isinstance(cache, ModelCache):
-            raise CacheError(
-                f"{where}: the cache must be a ModelCache; got {type(cache).__name__}. "
-                "Use lm.empty_cache(batch_size)."
-            )
-        if len(cache.layers) != len(self.backbone.layers):
-            raise CacheError(
-                f"{where}: the cache has {len(cache.layers)} layers, the model "
-                f"{len(self.backbone.layers)}."
-            )
+        self.backbone.check_cache(where, cache, is_needed=True)
 
 
 def _service(what: str) -> Checkpoints:
@@ -268,50 +261,17 @@ def _service(what: str) -> Checkpoints:
     return _checkpoints[0]
 
 
-def _positions(
-    ids_bs: Tensor, cache: ModelCache | None, cu_seqlens: Tensor | None, seq_idx: Tensor | None
-) -> Tensor:
-    """Return how many tokens each row of the new cache has seen."""
-    batch, length = ids_bs.shape
-    if seq_idx is not None:
-        labels = seq_idx.to(ids_bs.device)
-        # Counting from the end up to the last change of label.
-        same = (labels == labels[:, -1:]).flip(1).int().cumprod(1).sum(1)
-        start = 0 if cache is None else torch.where(same == length, cache.position_b, 0)
-        return same.to(torch.int64) + start
-    if cu_seqlens is not None:
-        added = cu_seqlens.to(device=ids_bs.device, dtype=torch.int64).diff()
-    else:
-        added = torch.full((batch,), length, dtype=torch.int64, device=ids_bs.device)
-    return added if cache is None else cache.position_b + added
-
-
-def _norm(config: MambaConfig, factory: dict[str, Any]) -> nn.Module:
-    kind = RMSNorm if config.rms_norm else nn.LayerNorm
-    return kind(config.d_model, eps=1e-5, **factory)
-
-
-def _layer(config: MambaConfig, place: int, factory: dict[str, Any]) -> Layer:
-    if place in config.attn_layer_idx:
-        mixer = MHA(config.d_model, layer_idx=place, **config.attn_cfg, **factory)
-    else:
-        block = MIXERS[config.layer]
-        mixer = block(config.d_model, layer_idx=place, **config.mixer_options, **factory)
-    norm = _norm(config, factory)
-    if config.d_intermediate == 0:
-        return Layer(norm, mixer, residual_in_fp32=config.residual_in_fp32)
-    mlp = GatedMLP(config.d_model, config.d_intermediate, **factory)
-    return Layer(norm, mixer, _norm(config, factory), mlp, config.residual_in_fp32)
-
-
 def initialise(backbone: nn.Module, config: MambaConfig) -> None:
     """Draw weights as the official models do.
 
     Linear biases start at zero unless tagged, embeddings have deviation 0.02, and the projections
     back into the residual stream are scaled down by the root of the number of branches: one per
     layer, two with an MLP. (Official code means that too, but a second pass loses the MLP's half.)
+    Virtual layers count each; gated residuals average branches, so nothing is scaled for them.
     """
-    branches = config.n_layer * (1 if config.d_intermediate == 0 else 2)
+    branches = len(config.stack.schedule) * (1 if config.d_intermediate == 0 else 2)
+    if config.stack.residual.multi_gate is not None:
+        branches = 1
     for module in backbone.modules():
         if isinstance(module, nn.Linear):
             if module.bias is not None and not getattr(module.bias, "_no_reinit", False):

@@ -1,5 +1,7 @@
 """The equality matrix: every way of running a model against the loop over time.
 
+Language models run on token ids, models on continuous inputs (`LatentModel`) on random numbers.
+
     forward     the whole at once                    minimal, serial, serial_recalculated
     pieces      prefill, the state handed on                     the three SSD algorithms
     steps       one token at a time                  portable, native     implementations
@@ -21,7 +23,9 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.models.lm import LmStep, MambaLM
+from anymamba.models.latent import LatentModel
+from anymamba.models.lm import MambaLM
+from anymamba.models.verify_inputs import Judged, check_subject, depth_of, has_ssd, inputs_for
 from anymamba.models.verify_report import VerifyReport, VerifyRow
 from anymamba.nn import ModelCache
 from anymamba.ops import SsdPath
@@ -40,12 +44,13 @@ HALF_TYPES = ("float16", "bfloat16")
 
 # Logits row by row, and the state where a way has one to compare.
 Run = tuple[Sequence[Tensor], ModelCache | None]
-Way = Callable[[MambaLM, Tensor], Run]
+Model = MambaLM | LatentModel
+Way = Callable[[Model, Tensor], Run]
 
 
 @torch.no_grad()
 def verify(
-    lm: MambaLM,
+    lm: Model,
     ids: Tensor | None = None,
     *,
     length: int = 65,
@@ -56,8 +61,10 @@ def verify(
     """Run a model in every way there is and compare logits and final states.
 
     Args:
-        lm: the model; it is not changed. A copy is cast where a dtype is not its own.
-        ids: token ids (batch, sequence); random ones when omitted.
+        lm: the model, a `MambaLM` or a `LatentModel`; it is not changed. A copy is cast where a
+            dtype is not its own. A readout does not matter: every place is compared.
+        ids: token ids (batch, sequence), or inputs (batch, sequence, d_input) of a `LatentModel`;
+            random ones when omitted.
         length: tokens per row, if `ids` is omitted; 65 crosses the border of a chunk.
         batch: rows, if `ids` is omitted.
         dtypes: of "float32", "float64", "bfloat16", "float16". Logits of half types are compared
@@ -69,6 +76,8 @@ def verify(
 
     Raises:
         ConfigError: a dtype is unknown, none is given, or a size is not positive.
+        BackendError: there is only one way to run the model: it reads from both ends, or inserts
+            registers, whose rows a step does not return.
 
     Example:
         >>> from anymamba.models import MambaConfig
@@ -77,31 +86,35 @@ def verify(
         True
     """
     _check(dtypes, length, batch)
-    if ids is None:
-        random = torch.Generator().manual_seed(0)
-        ids = torch.randint(lm.config.vocab_size, (batch, length), generator=random)
-    ids_bs = ids.to(lm.backbone.embedding.weight.device)
-    models: dict[str, MambaLM] = {}
+    lm = check_subject(lm)
+    ids_bs = inputs_for(lm, ids, batch, length)
+    models: dict[str, Model] = {}
 
-    def model_in(dtype: str) -> MambaLM:
+    def model_in(dtype: str) -> Model:
         if dtype not in models:
             models[dtype] = _cast(lm, getattr(torch, dtype))
         return models[dtype]
 
-    judged: dict[str, LmStep] = {}
+    judged: dict[str, Judged] = {}
     rows: list[VerifyRow] = []
     for dtype in dict.fromkeys(dtypes):
         judge = "float64" if dtype == "float64" else "float32"
         if judge not in judged:
-            judged[judge] = model_in(judge).prefill(ids_bs, impl="reference")
-        limit = TOLERANCE[dtype] * sqrt(lm.config.n_layer) if tolerance is None else tolerance
-        run = model_in(dtype), ids_bs, judged[judge]
+            model = model_in(judge)
+            judged[judge] = Judged(*model.prefill(_as_input(model, ids_bs), impl="reference"))
+        limit = TOLERANCE[dtype] * sqrt(depth_of(lm)) if tolerance is None else tolerance
+        run = model_in(dtype), _as_input(model_in(dtype), ids_bs), judged[judge]
         if dtype in HALF_TYPES:
             rows.append(_row("reference", dtype, limit, partial(_whole, impl="reference"), *run))
             if tolerance is None:
                 rows[-1], limit = _calibrated(rows[-1])
         rows += [_row(name, dtype, limit, way, *run) for name, way in _ways(lm)]
-    return VerifyReport(tuple(rows), *ids_bs.shape)
+    return VerifyReport(tuple(rows), *ids_bs.shape[:2])
+
+
+def _as_input(model: Model, ids_bs: Tensor) -> Tensor:
+    """Return the input in the dtype of a model that takes numbers."""
+    return ids_bs if isinstance(model, MambaLM) else ids_bs.to(model.in_proj.weight.dtype)
 
 
 def _calibrated(row: VerifyRow) -> tuple[VerifyRow, float]:
@@ -127,9 +140,9 @@ def _check(dtypes: Sequence[str], length: int, batch: int) -> None:
         raise ConfigError(f"verify: length and batch must be positive; got {length} and {batch}.")
 
 
-def _cast(lm: MambaLM, dtype: torch.dtype) -> MambaLM:
+def _cast(lm: Model, dtype: torch.dtype) -> Model:
     """Return the model in a dtype, sensitive parameters as wide as the constructor makes them."""
-    wanted = MambaLM(lm.config, device="meta", dtype=dtype).state_dict(keep_vars=True)
+    wanted = type(lm)(lm.config, device="meta", dtype=dtype).state_dict(keep_vars=True)  # pyright: ignore[reportArgumentType]
     if all(x.dtype == wanted[name].dtype for name, x in lm.named_parameters() if name in wanted):
         return lm
     lm = copy.deepcopy(lm)
@@ -139,25 +152,25 @@ def _cast(lm: MambaLM, dtype: torch.dtype) -> MambaLM:
     return lm
 
 
-def _ways(lm: MambaLM) -> Iterator[tuple[str, Way]]:
+def _ways(lm: Model) -> Iterator[tuple[str, Way]]:
     yield "forward", lambda lm, ids_bs: (lm(ids_bs).unbind(0), None)
     yield "pieces", _pieces
     yield "steps", _steps
     yield "packed", _packed
     yield "seq_idx", _labelled
-    if lm.config.layer != "Mamba1":  # the selective scan has one algorithm
+    if has_ssd(lm):  # the selective scan has one algorithm
         for path in (SsdPath.minimal(), SsdPath.serial(), SsdPath.serial_recalculated()):
             yield path.kind, partial(_whole, path=path)
     for impl in ("portable", "native"):
         yield impl, partial(_whole, impl=impl)
 
 
-def _whole(lm: MambaLM, ids_bs: Tensor, **how: Any) -> Run:
+def _whole(lm: Model, ids_bs: Tensor, **how: Any) -> Run:
     logits_bsw, cache = lm.prefill(ids_bs, **how)
     return logits_bsw.unbind(0), cache
 
 
-def _pieces(lm: MambaLM, ids_bs: Tensor) -> Run:
+def _pieces(lm: Model, ids_bs: Tensor) -> Run:
     length = ids_bs.shape[1]
     # One token, then odd lengths: no border of a piece is a border of a chunk.
     cuts = sorted({0, 1, max(1, length // 3), max(1, length // 2 - 1), length})
@@ -168,7 +181,7 @@ def _pieces(lm: MambaLM, ids_bs: Tensor) -> Run:
     return torch.cat(logits, 1).unbind(0), cache
 
 
-def _steps(lm: MambaLM, ids_bs: Tensor) -> Run:
+def _steps(lm: Model, ids_bs: Tensor) -> Run:
     cache, logits = lm.empty_cache(ids_bs.shape[0]), []
     for ids_b in ids_bs.unbind(1):
         logits_bw, cache = lm.step(ids_b, cache)
@@ -176,7 +189,7 @@ def _steps(lm: MambaLM, ids_bs: Tensor) -> Run:
     return torch.stack(logits, 1).unbind(0), cache
 
 
-def _packed(lm: MambaLM, ids_bs: Tensor) -> Run:
+def _packed(lm: Model, ids_bs: Tensor) -> Run:
     rows = _ragged(ids_bs)
     lengths = [len(row) for row in rows]
     # An empty sequence behind the first one: its neighbours must not notice.
@@ -186,9 +199,11 @@ def _packed(lm: MambaLM, ids_bs: Tensor) -> Run:
     return logits_1sw[0].split(lengths), None
 
 
-def _labelled(lm: MambaLM, ids_bs: Tensor) -> Run:
+def _labelled(lm: Model, ids_bs: Tensor) -> Run:
     rows = _ragged(ids_bs)
-    labels = torch.cat([torch.full_like(row, place) for place, row in enumerate(rows)])
+    labels = torch.cat(
+        [torch.full((len(row),), place, device=row.device) for place, row in enumerate(rows)]
+    )
     logits_1sw = lm(torch.cat(rows)[None], seq_idx=labels[None])
     return logits_1sw[0].split([len(row) for row in rows]), None
 
@@ -200,7 +215,7 @@ def _ragged(ids_bs: Tensor) -> list[Tensor]:
 
 
 def _row(
-    name: str, dtype: str, limit: float, way: Way, lm: MambaLM, ids_bs: Tensor, judge: LmStep
+    name: str, dtype: str, limit: float, way: Way, lm: Model, ids_bs: Tensor, judge: Judged
 ) -> VerifyRow:
     try:
         logits, cache = way(lm, ids_bs)
@@ -212,7 +227,8 @@ def _row(
     for expected_sw, got_sw in zip(expected_bsw, logits, strict=True):
         expected_sw = expected_sw[: len(got_sw)]
         error = _worse(error, _largest(got_sw.to(expected_sw.dtype) - expected_sw) / scale)
-        place = _first(place, _diverges_at(expected_sw, got_sw, lm.config.vocab_size))
+        if isinstance(lm, MambaLM):
+            place = _first(place, _diverges_at(expected_sw, got_sw, lm.config.vocab_size))
     state_error = None
     if cache is not None and dtype not in HALF_TYPES:
         state_error = _state_error(judge.cache, cache)

@@ -1,6 +1,8 @@
 """The workshop: blocks, attention, layers and their states."""
 
 from anymamba.nn.attention import MHA
+from anymamba.nn.bidirectional import BidirectionalStack
+from anymamba.nn.bidirectional_config import BidirectionalConfig
 from anymamba.nn.block import Block, is_plain
 from anymamba.nn.cache import (
     BlockCache,
@@ -20,17 +22,30 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm, RMSNormGated
-from anymamba.nn.stack import Layer, add_norm, empty_model_cache, walk
+from anymamba.nn.registers import Cursor, Insertion, Marker, RegisterConfig, Registers
+from anymamba.nn.residual import MultiGate, MultiGateResidual, ResidualConfig, depth_init_bias
+from anymamba.nn.reversal import check_lengths, token_mask
+from anymamba.nn.schedule import VirtualLayers, make_bidirectional_schedule, make_schedule
+from anymamba.nn.stack import Stack, StackStep
+from anymamba.nn.stack_cache import StackCache
+from anymamba.nn.stack_config import MIXERS, LayerSpec, StackConfig, check_options, nearest
+from anymamba.nn.stack_layer import Layer, add_norm
 
 Mamba1 = Mamba
 
 __all__ = [
     "MHA",
+    "MIXERS",
+    "BidirectionalConfig",
+    "BidirectionalStack",
     "Block",
     "BlockCache",
+    "Cursor",
     "GatedMLP",
+    "Insertion",
     "KVCache",
     "Layer",
+    "LayerSpec",
     "Mamba",
     "Mamba1",
     "Mamba1Cache",
@@ -40,16 +55,32 @@ __all__ = [
     "Mamba3Cache",
     "Mamba3DoubleSsdCache",
     "Mamba3SingleSsdCache",
+    "Marker",
     "ModelCache",
+    "MultiGate",
+    "MultiGateResidual",
     "RMSNorm",
     "RMSNormGated",
+    "RegisterConfig",
+    "Registers",
+    "ResidualConfig",
     "RotationState",
+    "Stack",
+    "StackCache",
+    "StackConfig",
+    "StackStep",
+    "VirtualLayers",
     "add_norm",
+    "check_lengths",
+    "check_options",
     "count_parameters",
-    "empty_model_cache",
+    "depth_init_bias",
     "flops_per_token",
     "is_plain",
     "join_rows",
+    "make_bidirectional_schedule",
+    "make_schedule",
+    "nearest",
     "state_bytes",
-    "walk",
+    "token_mask",
 ]

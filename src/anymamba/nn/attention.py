@@ -147,7 +147,9 @@ class MHA(Block[KVCache]):
         qkv_bsv, mlp = self.in_proj(u_bsd).split([self.qkv_dim, self.mlp_dim], dim=-1)
         conv_bvk = cache.conv_bvk
         if conv_bvk is not None:
-            qkv_bsv, conv_bvk = convolve(self.conv1d, qkv_bsv, conv_bvk, cu_seqlens, None)
+            qkv_bsv, conv_bvk = convolve(
+                self.conv1d, qkv_bsv, conv_bvk, cu_seqlens, None, impl=impl
+            )
         if cu_seqlens is None:
             context_bsv, cache = self._attend(qkv_bsv, cache, qkv_bsv.shape[1])
         else:

@@ -1,0 +1,89 @@
+"""The gate: nothing is timed that does not compute what the reference computes.
+
+It is a tripwire in front of the clock; whether an implementation is right is for the tests.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.bench.case import JUDGE, Case, Way, Ways
+from anymamba.errors import BackendError
+
+__all__ = ["Verdict", "judge"]
+
+# Error over the largest value: rounding through a short scan, and through a stack of layers. The
+# tests hold operators to less; here a wrong formula is to be told from rounding.
+LIMITS = {
+    (torch.float32, "forward"): 2e-4,
+    (torch.float32, "step"): 2e-4,
+    (torch.float32, "train"): 1e-3,
+    (torch.bfloat16, "forward"): 2e-2,
+    (torch.bfloat16, "step"): 2e-2,
+    (torch.bfloat16, "train"): 4e-2,
+}
+
+
+class Verdict(NamedTuple):
+    """How far a way lies from the reference, or why it did not run."""
+
+    error: float | None
+    limit: float
+    why_not: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the way agrees, or honestly did not run."""
+        return self.error is None or self.error <= self.limit
+
+
+def judge(case: Case, ways: Ways) -> dict[str, Verdict]:
+    """Run every way once and compare it with the reference.
+
+    Args:
+        case: tells the limit.
+        ways: at the gate's length, the reference among them.
+    """
+    limit = LIMITS[case.dtype, case.mode]
+    reference = ways[JUDGE]
+    assert isinstance(reference, Way)
+    expected = reference.run()
+    return {name: _verdict(way, expected, limit) for name, way in ways.items() if name != JUDGE}
+
+
+def _verdict(way: Way | str, expected: Sequence[Tensor], limit: float) -> Verdict:
+    if isinstance(way, str):
+        return Verdict(None, limit, way)
+    try:
+        with way.around():
+            actual = way.run()
+    except BackendError as error:
+        return Verdict(None, limit, _reason(error))
+    return Verdict(error_of(expected, actual), limit)
+
+
+def error_of(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """Return the largest difference over the largest value, tensor by tensor; NaN counts as one.
+
+    Example:
+        >>> error_of([torch.tensor([1.0, 4.0])], [torch.tensor([1.0, 5.0])])
+        0.25
+    """
+    if [x.shape for x in expected] != [x.shape for x in actual]:
+        return float("inf")
+    worst = 0.0
+    for want, got in zip(expected, actual, strict=True):
+        want, got = want.detach().float(), got.detach().float()
+        error = float((want - got).abs().max() / want.abs().max().clamp(min=1e-6))
+        if not error <= worst:  # NaN too
+            worst = error if error == error else float("inf")
+    return worst
+
+
+def _reason(error: BackendError) -> str:
+    """Return what is between the name of the operator and the advice."""
+    return (
+        str(error).partition(": ")[2].partition(". ")[0].rpartition("cannot serve this call: ")[2]
+    )

@@ -1,0 +1,142 @@
+"""Measuring a case: through the gate, then memory, then the clock."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from anymamba.bench.case import JUDGE, Case, Way, Ways
+from anymamba.bench.clock import Timing, interleave
+from anymamba.bench.gate import Verdict, judge
+from anymamba.bench.machine import Work
+from anymamba.bench.memory import peak_and_result, tensor_bytes
+
+__all__ = ["Effort", "Row", "measure"]
+
+
+class Effort(NamedTuple):
+    """How long to measure.
+
+    Attributes:
+        seconds: for each way of a case.
+        least: runs in any case; slow ways get two.
+        most: runs after which it is enough.
+    """
+
+    seconds: float = 1.0
+    least: int = 5
+    most: int = 50
+
+
+class Row(NamedTuple):
+    """One way of one case, measured; or why it was not.
+
+    Attributes:
+        case: what was computed.
+        way: the column.
+        note: which algorithm, where there are several.
+        error: distance from the reference at the gate; None when it did not run.
+        ok: whether it agreed with the reference, or honestly did not run.
+        why_not: why there is no time.
+        timing: seconds; None without one.
+        peak: most bytes allocated at once, beyond weights and inputs.
+        results: bytes of outputs and gradients, which are part of the peak.
+    """
+
+    case: Case
+    way: str
+    note: str = ""
+    error: float | None = None
+    ok: bool = True
+    why_not: str | None = None
+    timing: Timing | None = None
+    peak: int = 0
+    results: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens over the median time."""
+        return self.case.tokens / self.timing.median if self.timing else None
+
+    @property
+    def intermediates(self) -> int:
+        """Peak without outputs and gradients."""
+        return self.peak - self.results
+
+    @property
+    def work(self) -> Work:
+        """What cannot be avoided."""
+        return self.case.work
+
+
+def measure(case: Case, effort: Effort, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Measure every way of a case; one that disagrees with the reference gets no time.
+
+    Args:
+        case: what to compute.
+        effort: how long to measure.
+        tell: is told what happens.
+    """
+    tell(f"{case.title}: gate")
+    ways_at = case.prepare()
+    verdicts = judge(case, ways_at(case.gate_length))
+    tell(f"{case.title}: memory")
+    ways = {name: way for name, way in ways_at(case.length).items() if name != JUDGE}
+    ready = {
+        name: way
+        for name, way in ways.items()
+        if isinstance(way, Way) and verdicts[name].error is not None and verdicts[name].ok
+    }
+    held = {name: _memory(way) for name, way in ready.items()}
+    tell(f"{case.title}: clock")
+    timings = _time(ready, effort)
+    return [_row(case, name, ways, verdicts, timings, held) for name in ways]
+
+
+def _memory(way: Way) -> tuple[int, int]:
+    """Return peak and bytes of the results; this also warms the way up."""
+    with way.around():
+        if not way.slow:
+            way.run()
+        peak, results = peak_and_result(way.run)
+    return peak, tensor_bytes(results)
+
+
+def _time(ways: dict[str, Way], effort: Effort) -> dict[str, Timing]:
+    # Slow ways take their two turns among the first turns of the others.
+    quick = {name: way.run for name, way in ways.items() if not way.slow}
+    slow = {name: way.run for name, way in ways.items() if way.slow}
+    around = {name: way.around for name, way in ways.items()}
+    first = interleave({**quick, **slow}, least=2, most=2, around=around) if slow else {}
+    rest = interleave(
+        quick, seconds=effort.seconds, least=effort.least, most=effort.most, around=around
+    )
+    return {**first, **rest}
+
+
+def _row(
+    case: Case,
+    name: str,
+    ways: Ways,
+    verdicts: dict[str, Verdict],
+    timings: dict[str, Timing],
+    held: dict[str, tuple[int, int]],
+) -> Row:
+    verdict, way = verdicts[name], ways[name]
+    note = way.note if isinstance(way, Way) else ""
+    # A way may pass the gate and still be absent at full length.
+    why_not = way if isinstance(way, str) else verdict.why_not
+    if not verdict.ok:
+        why_not = (
+            f"differs from the reference by {verdict.error:.1e} of the largest value "
+            f"(limit {verdict.limit:.0e}), so its speed means nothing"
+        )
+    peak, results = held.get(name, (0, 0))
+    return Row(
+        case, name, note, verdict.error, verdict.ok, why_not, timings.get(name), peak, results
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

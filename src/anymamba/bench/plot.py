@@ -1,0 +1,118 @@
+"""The picture of a report: speed over the portable path, share of the ideal, time by length."""
+
+import os
+from typing import Any
+
+from anymamba.bench.report import rates_line
+from anymamba.bench.suite import Report
+
+__all__ = ["draw"]
+
+# One colour and one marker per column, so that the picture can be read without colours.
+STYLES = {
+    "native": ("#d62728", "o"),
+    "portable": ("#1f77b4", "s"),
+    "serial": ("#2ca02c", "^"),
+    "unbind": ("#8c564b", "v"),
+    "torch": ("#7f7f7f", "D"),
+    "transformers": ("#ff7f0e", "P"),
+}
+
+
+def draw(report: Report, file: str | os.PathLike[str]) -> None:
+    """Draw a report into a PNG.
+
+    Args:
+        report: what was measured.
+        file: to write.
+
+    Raises:
+        ImportError: matplotlib is not installed; it comes with the extra `bench`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(_label(row) for row in report.rows if row.timing))
+    tall = max(3.0, 0.24 * len(labels) + 1.2)
+    lower = 3.2 if report.growth else 0.0
+    figure = Figure(figsize=(12, tall + lower + 1.0), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    if lower:
+        grid = figure.add_gridspec(2, 2, height_ratios=[tall, lower])
+        _growth(figure.add_subplot(grid[1, :]), report)
+    else:
+        grid = figure.add_gridspec(1, 2)
+    speed = figure.add_subplot(grid[0, 0])
+    ideal = figure.add_subplot(grid[0, 1], sharey=speed)
+    _dots(speed, report, labels, "over_portable")
+    _dots(ideal, report, labels, "share_of_ideal")
+    speed.set_title("Speed over the portable path")
+    ideal.set_title("Share of the machine's ideal")
+    speed.set_yticks(range(len(labels)), labels, fontsize=7)
+    speed.set_ylim(len(labels) - 0.5, -0.5)
+    ideal.tick_params(labelleft=False)
+    figure.legend(*_legend(speed, ideal), loc="outside lower center", ncols=6, fontsize=8)
+    figure.suptitle(f"{_machine(report)}\n{rates_line(report.rates)}", fontsize=8)
+    figure.savefig(file)
+
+
+def _legend(*axes: Any) -> tuple[list[Any], list[str]]:
+    """Return one entry per column, wherever it was drawn."""
+    found = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    return list(found.values()), list(found)
+
+
+def _label(row: Any) -> str:
+    dtype = "" if row.case.dtype.itemsize == 4 else " bfloat16"
+    return f"{row.case.name}{dtype}, {row.case.mode}"
+
+
+def _machine(report: Report) -> str:
+    m = report.machine
+    kernels = m.kernels.partition(" (")[0]
+    return (
+        f"{m.cpu}, {m.cores} cores, {m.threads} threads, {m.instructions}, CPU kernels: {kernels}, "
+        f"torch {m.torch}, anymamba {m.anymamba}, {m.date}"
+    )
+
+
+def _dots(axis: Any, report: Report, labels: list[str], what: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    place = {label: height for height, label in enumerate(labels)}
+    for way, (colour, marker) in STYLES.items():
+        rows = [row for row in report.rows if row.way == way and row.timing]
+        values = [getattr(report, what)(row) for row in rows]
+        found = [(v, place[_label(r)]) for r, v in zip(rows, values, strict=True) if v is not None]
+        if found:
+            axis.scatter(*zip(*found, strict=True), c=colour, marker=marker, s=26, label=way)
+    axis.set_xscale("log")
+    as_ratio = what == "over_portable"
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_formatter(
+        lambda value, _: f"{value:g}x" if as_ratio else f"{100 * value:g}%"
+    )
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(axis="x", labelsize=7)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.grid(axis="both", linewidth=0.3)
+    axis.set_axisbelow(True)
+
+
+def _growth(axis: Any, report: Report) -> None:
+    for figure in report.growth:
+        lengths = list(figure.per_token)
+        micros = [1e6 * figure.per_token[length] for length in lengths]
+        dashes = "-" if figure.mode == "forward" else "--"
+        label = f"{figure.name}, {figure.mode} ({figure.impl})"
+        axis.plot(lengths, micros, dashes, marker="o", markersize=4, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(bottom=0)
+    axis.set_title("Microseconds per token by length of the sequence")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+    axis.grid(linewidth=0.3)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,355 @@
+"""The loop: batches in, a trained model out, and nothing lost on the way.
+
+A step is a pure function of the checkpoint before it: weights, optimiser, position in the data,
+carried state, random numbers and counters are all in there. So a run that was killed and resumed
+writes the same losses, to the last bit, as one that was not (same machine, same threads).
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.io import save_pretrained
+from anymamba.models import MambaLM, count_model
+from anymamba.train.batches import training_batches, validation_batches
+from anymamba.train.checkpoint import Snapshot
+from anymamba.train.data import prepare_data
+from anymamba.train.evaluate import Evaluation, evaluate, sample
+from anymamba.train.guard import Guard
+from anymamba.train.learner import Learner, check_mode
+from anymamba.train.metrics import MetricsFile
+from anymamba.train.optim import build_optimizer
+from anymamba.train.recipe_sections import Recipe
+from anymamba.train.report import leave_papers
+from anymamba.train.run_folder import RunFolder
+from anymamba.train.schedule import schedule_factor
+from anymamba.train.speed import SpeedMeter, matmul_rate
+
+__all__ = ["RunSummary", "Trainer"]
+
+# How often the machine's own speed is measured again: the first time it may have been busy.
+_MEASURE_SECONDS = 15.0
+
+Watch = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass
+class Progress:
+    """Counters of a run; the sums reach back to the last report."""
+
+    step: int = 0
+    tokens: int = 0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    sum_steps: int = 0
+    sum_loss: float = 0.0
+    sum_nats: float = 0.0
+    sum_bytes: float = 0.0
+    grad_norm: float = 0.0
+
+
+class RunSummary(NamedTuple):
+    """How a run ended."""
+
+    finished: bool
+    step: int
+    tokens: int
+    bytes: float
+    seconds: float
+    skipped: int
+    evaluation: Evaluation | None
+    folder: RunFolder
+
+
+class Trainer:
+    """Trains a model after a recipe, in the folder that the recipe names.
+
+    Args:
+        recipe: everything that decides the run.
+        resume: go on with the run in that folder, from its newest whole checkpoint; a run that was
+            stopped before its first checkpoint starts again.
+        watch: is told everything that happens, in the words of `metrics.jsonl`.
+    """
+
+    def __init__(self, recipe: Recipe, *, resume: bool = False, watch: Watch | None = None) -> None:
+        """Take the recipe; nothing is read or written before `run`."""
+        self.recipe, self.resume = recipe, resume
+        self.folder = RunFolder(recipe.loop.out)
+        self._watch: Watch = watch or (lambda entry: None)
+        self._is_stopping = False
+
+    def request_stop(self) -> None:
+        """Ask for an end after the step that is being taken; the run can be resumed from there."""
+        self._is_stopping = True
+
+    def run(self) -> RunSummary:
+        """Train to the end, or until somebody asks for a stop.
+
+        Raises:
+            ConfigError: the recipe cannot be followed here, or differs from that of the run.
+            CheckpointError: the disk is full, or no checkpoint is whole.
+            NonFiniteError: too many steps in a row had to be skipped.
+        """
+        try:
+            self.folder.claim(self.recipe, resume=self.resume)
+            self._build()
+            self._restore()
+            while not self._is_over() and not self._is_stopping:
+                self._step()
+                self._after_step()
+            return self._finish()
+        finally:
+            self._close()
+
+    def _build(self) -> None:
+        loop = self.recipe.loop
+        if loop.threads is not None:
+            torch.set_num_threads(loop.threads)
+        cache_dir = self.recipe.data.cache_dir or self.folder.tokens
+        self._data = prepare_data(self.recipe.data, cache_dir)
+        self._batches = training_batches(self._data.train, self.recipe.data)
+        torch.manual_seed(loop.seed)
+        config = self.recipe.model.config(self._data.vocab_size)
+        self.lm = MambaLM(config, device=loop.device)
+        check_mode(self.recipe.data.mode, self.lm)
+        self._learner = Learner(self.lm, loop)
+        self._optimizer = build_optimizer(self.lm, self.recipe.optim)
+        self._guard = Guard(spike_factor=loop.spike_factor, max_skips=loop.max_skips)
+        self._progress = Progress()
+        self._checkpoints = self.folder.checkpoints(loop.keep)
+        self._checkpoints.sweep()
+        self._saved_step = -1
+        flops = 3 * count_model(self.lm, length=self.recipe.data.window).flops
+        self._meter = SpeedMeter(flops, self._matmul_rate())
+        self._measured = time.monotonic()
+
+    def _matmul_rate(self) -> float:
+        loop = self.recipe.loop
+        dtype = torch.bfloat16 if loop.autocast == "bfloat16" else torch.float32
+        return matmul_rate(loop.device, dtype)
+
+    def _restore(self) -> None:
+        """Take up the newest checkpoint, if the run is to go on and there is one."""
+        found = self._checkpoints.newest() if self.resume else None
+        self._metrics = MetricsFile(self.folder.metrics, None if found is None else found.step)
+        if found is not None:
+            facts = found.facts
+            self.lm.load_state_dict(dict(found.tensors["model"]))
+            self._optimizer.load_state_dict(
+                {"tensors": dict(found.tensors["optimizer"]), "values": facts["optimizer"]}
+            )
+            self._learner.load_state_tensors(found.tensors.get("carried", {}))
+            self._batches.load_state_dict(facts["data"])
+            self._guard.load_state_dict(facts["guard"])
+            self._progress = Progress(**facts["progress"])
+            restore_random(found.tensors["random"])
+            self._saved_step = found.step
+        self._tell(
+            "start",
+            resumed=found is not None,
+            steps=self.recipe.loop.steps,
+            seconds_limit=self.recipe.loop.seconds,
+            parameters=sum(p.numel() for p in self.lm.parameters()),
+            layer=self.lm.config.layer,
+            tokens_per_step=self.recipe.data.window
+            * self.recipe.data.batch
+            * self.recipe.loop.accumulate,
+            train_bytes=int(self._data.train.bytes_q.sum()),
+            notes=list(self._data.notes),
+            matmul_flops=self._meter.rate,
+        )
+
+    def _is_over(self) -> bool:
+        steps, seconds = self.recipe.loop.steps, self.recipe.loop.seconds
+        return (steps is not None and self._progress.step >= steps) or (
+            seconds is not None and self._progress.seconds >= seconds
+        )
+
+    def _step(self) -> None:
+        """Read the batches of one update, judge it, and take it."""
+        recipe, progress = self.recipe, self._progress
+        start = time.perf_counter()
+        loss, tokens = 0.0, 0
+        for _ in range(recipe.loop.accumulate):
+            batch = next(self._batches)
+            part = self._learner.loss(batch.to(recipe.loop.device)) / recipe.loop.accumulate
+            part.backward()
+            value, many = float(part.detach()) * recipe.loop.accumulate, batch.predictions
+            loss += value / recipe.loop.accumulate
+            tokens += many
+            progress.sum_nats += value * many
+            progress.sum_bytes += batch.bytes_count
+            progress.bytes += batch.bytes_count
+        limit = recipe.optim.clip or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.lm.parameters(), limit))
+        progress.step += 1
+        why = self._guard.judge(loss, norm)
+        if why is None:
+            self._optimizer.set_lr_factor(self._lr_factor())
+            self._optimizer.step()
+        else:
+            self._tell("skip", why=why)
+            if not math.isfinite(loss + norm):
+                self._learner.forget()
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        self._meter.add(tokens, seconds)
+        progress.tokens += tokens
+        progress.seconds += seconds
+        progress.sum_steps += 1
+        progress.sum_loss += loss
+        progress.grad_norm = norm
+
+    def _lr_factor(self) -> float:
+        """Return the factor of the update that was counted last, the first one being number 1."""
+        return schedule_factor(
+            self.recipe.schedule, self._progress.step, steps=self.recipe.loop.steps
+        )
+
+    def _after_step(self) -> None:
+        """Report, validate, sample and save, in this order, each in its own rhythm."""
+        loop, step = self.recipe.loop, self._progress.step
+        is_over = self._is_over()
+        if step % loop.report_every == 0 or is_over:
+            self._report()
+        if is_over:
+            return
+        if loop.evaluate_every and step % loop.evaluate_every == 0 and self._data.valid is not None:
+            self._validate(loop.evaluate_tokens)
+        if loop.sample_every and step % loop.sample_every == 0:
+            self._sample()
+        if loop.checkpoint_every and step % loop.checkpoint_every == 0:
+            self._save()
+
+    def _report(self) -> None:
+        progress = self._progress
+        if time.monotonic() - self._measured > _MEASURE_SECONDS:
+            self._meter.saw_rate(self._matmul_rate())
+            self._measured = time.monotonic()
+        self._tell(
+            "step",
+            loss=progress.sum_loss / progress.sum_steps,
+            bits_per_byte=progress.sum_nats / math.log(2) / max(progress.sum_bytes, 1.0),
+            grad_norm=progress.grad_norm,
+            lr_factor=self._lr_factor(),
+            tokens=progress.tokens,
+            epoch=self._batches.epoch,
+            seconds=progress.seconds,
+            tokens_per_second=self._meter.tokens_per_second,
+            share_of_ideal=self._meter.share_of_ideal,
+        )
+        progress.sum_steps, progress.sum_loss = 0, 0.0
+        progress.sum_nats, progress.sum_bytes = 0.0, 0.0
+        self._meter.reset()
+
+    def _validate(self, tokens: int | None) -> Evaluation:
+        assert self._data.valid is not None
+        batches = validation_batches(self._data.valid, self.recipe.data, tokens)
+        found = evaluate(self.lm, batches, self.recipe.loop)
+        self._tell("valid", loss=found.loss, bits_per_byte=found.bits_per_byte)
+        return found
+
+    def _sample(self) -> None:
+        loop = self.recipe.loop
+        text = sample(
+            self.lm,
+            self._data.tokenizer,
+            loop.sample_prompt,
+            max_new_tokens=loop.sample_tokens,
+            seed=loop.seed,
+        )
+        self._tell("sample", prompt=loop.sample_prompt, text=text)
+
+    def _save(self) -> None:
+        if self._saved_step == self._progress.step:
+            return
+        optimizer = self._optimizer.state_dict()
+        tensors: dict[str, Any] = {
+            "model": self.lm.state_dict(),
+            "optimizer": optimizer["tensors"],
+            "random": random_state(),
+        }
+        if carried := self._learner.state_tensors():
+            tensors["carried"] = carried
+        facts = {
+            "optimizer": optimizer["values"],
+            "data": self._batches.state_dict(),
+            "guard": self._guard.state_dict(),
+            "progress": asdict(self._progress),
+        }
+        path = self._checkpoints.save(
+            Snapshot(step=self._progress.step, tensors=tensors, facts=facts)
+        )
+        self._saved_step = self._progress.step
+        self._tell("checkpoint", name=path.name)
+
+    def _finish(self) -> RunSummary:
+        """Save; at the end of the run also evaluate on everything, sample, draw and report."""
+        progress, finished = self._progress, self._is_over()
+        found = None
+        self._save()
+        if finished:
+            if self._data.valid is not None:
+                found = self._validate(None)
+            self._sample()
+            save_pretrained(self.lm, self.folder.model)
+            keep_tokenizer(self.recipe.data.tokenizer, self.folder.model)
+        self._tell("end", finished=finished, tokens=progress.tokens, seconds=progress.seconds)
+        summary = RunSummary(
+            finished=finished,
+            step=progress.step,
+            tokens=progress.tokens,
+            bytes=progress.bytes,
+            seconds=progress.seconds,
+            skipped=self._guard.skipped,
+            evaluation=found,
+            folder=self.folder,
+        )
+        if finished:
+            leave_papers(self.folder, self.recipe, self.lm)
+        return summary
+
+    def _close(self) -> None:
+        """Let go of every file, whatever was opened before something failed."""
+        for name in ("_metrics", "_data"):
+            if (opened := getattr(self, name, None)) is not None:
+                opened.close()
+        self.folder.release()
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        entry = {"kind": kind, "step": self._progress.step, **facts}
+        self._metrics.write(entry)
+        self._watch(entry)
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the state of torch's random numbers, of every device that has one."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Go on drawing where `random_state` was taken; devices that are gone draw nothing."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state, name)
+
+
+def keep_tokenizer(name: str, folder: Path) -> None:
+    """Copy the files of a tokenizer on this machine beside the model; bytes need none."""
+    path = Path(name)
+    source = path if path.is_dir() else path.parent
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if path.exists() and (source / file).is_file():
+            shutil.copyfile(source / file, folder / file)

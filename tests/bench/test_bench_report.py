@@ -1,0 +1,256 @@
+"""Laws of the report: budget, tables, page, picture, data, and the command that makes them."""
+
+import json
+
+import pytest
+import torch
+from bench_cases import answering, tiny_report, toy_case
+
+from anymamba.bench import (
+    GROUPS,
+    MODES,
+    Growth,
+    Row,
+    Threads,
+    Timing,
+    draw,
+    markdown,
+    promises,
+    tables,
+)
+from anymamba.bench import Way as TimedWay
+from anymamba.cli import main
+
+
+def row(name, mode, way, seconds, *, group="core", peak=0, results=0, why_not=None):
+    """Return a measured row, or one with a reason."""
+    case = toy_case({}, name=name, mode=mode, group=group)
+    timing = None if seconds is None else Timing(seconds, seconds, seconds, 3)
+    return Row(case, way, "", 0.0, True, why_not, timing=timing, peak=peak, results=results)
+
+
+def budget_of(rows, growth=(), threads=(), mm=1000.0):
+    report = tiny_report()
+    report.rates.products[torch.float32][:] = [mm]
+    found = promises(rows, growth, threads, report.rates)
+    return {(p.what, p.measure): p for p in found}
+
+
+def test_the_core_is_held_to_its_budget():
+    """3x portable and 65% of mm forward; 3x serial and lean intermediates in training."""
+    rows = [
+        row("SSD", "forward", "native", 1.25),
+        row("SSD", "forward", "portable", 5.0),
+        row("SSD", "forward", "serial", 6.0),
+        row("SSD", "train", "native", 2.0, peak=70, results=30),
+        row("SSD", "train", "portable", 5.0),
+        row("SSD", "train", "serial", 4.0, peak=230, results=30),
+    ]
+    found = budget_of(rows)
+    speed = found["SSD, forward", "speed over the portable path"]
+    assert (speed.target, speed.reached, speed.met) == (3.0, 4.0, True)
+    share = found["SSD, forward", "share of mm"]  # 1000 FLOP at 1000 per second: one second
+    assert (share.target, share.reached, share.met) == (0.65, 0.8, True)
+    slow = found["SSD, train", "speed over autograd over serial"]
+    assert (slow.target, slow.reached, slow.met) == (3.0, 2.0, False)
+    lean = found["SSD, train", "intermediates over inputs"]
+    assert (lean.target, lean.reached, lean.met) == (0.5, 0.4, True)
+    serial = found["SSD, train", "intermediates over those of serial"]
+    assert (serial.target, serial.reached, serial.met) == (0.35, 0.2, True)
+
+
+def test_the_baseline_of_the_core_is_the_faster_of_its_portable_columns():
+    """Autograd over serial is a portable path too, and may turn out the fastest of all."""
+    times = {"native": 1.0, "portable": 4.0, "serial": 2.0}
+    rows = [row("SSD", "forward", way, seconds) for way, seconds in times.items()]
+    speed = budget_of(rows)["SSD, forward", "speed over the portable path"]
+    assert (speed.reached, speed.met) == (2.0, False)
+
+
+def test_the_scan_is_held_to_twelve_loops():
+    """Forward and backward each."""
+    rows = [
+        row("scan", mode, way, seconds, group="scan")
+        for mode, times in (("forward", (1.0, 3.0, 12.0)), ("train", (1.0, 3.0, 11.9)))
+        for way, seconds in zip(("native", "portable", "unbind"), times, strict=True)
+    ]
+    found = budget_of(rows)
+    assert found["scan, forward", "speed over the loop over unbind"].met
+    assert not found["scan, train", "speed over the loop over unbind"].met
+
+
+def test_blocks_and_models_are_held_to_the_ideal_and_to_siso():
+    """SISO 1.3 and 1.6 times the ideal, relatives 1.5 times SISO, models 1.6, and transformers."""
+    rows = [
+        row("Mamba-3 SISO b1", "forward", "native", 1.25, group="blocks"),
+        row("Mamba-3 double b1", "forward", "native", 2.5, group="blocks"),
+        row("Mamba-3 SISO b1", "train", "native", 1.61, group="blocks"),
+        row("mamba2-130m b1", "train", "native", 2.0, group="train"),
+        row("mamba2-130m b1", "train", "transformers", 3.0, group="train"),
+    ]
+    found = budget_of(rows)
+    assert found["Mamba-3 SISO b1, forward", "time over ideal"].met
+    assert not found["Mamba-3 SISO b1, train", "time over ideal"].met
+    assert found["Mamba-3 double b1, forward", "time per work over SISO's"].reached == 2.0
+    assert not found["Mamba-3 double b1, forward", "time per work over SISO's"].met
+    assert not found["mamba2-130m b1, train", "time over ideal"].met
+    assert found["mamba2-130m b1, train", "speed over transformers"].reached == 1.5
+
+
+def test_flatness_and_threads_are_in_the_budget():
+    """Ten percent over the lengths, 1.7 from two threads."""
+    growth = [Growth("core", "forward", "native", {1024: 0.9, 65536: 1.1})]
+    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0})]
+    found = budget_of([], growth, threads)
+    flat = found["core, forward (native)", "time per token, deviation over lengths"]
+    assert flat.reached == pytest.approx(0.1)
+    assert not found["core, forward (native)", "2 threads over 1"].met
+
+
+def test_what_was_not_measured_is_not_met_and_says_why():
+    """A missing kernel is not hidden."""
+    rows = [
+        row("SSD", "forward", "native", None, why_not="no kernel here"),
+        row("SSD", "forward", "portable", 5.0),
+        row("SSD", "forward", "serial", 6.0),
+    ]
+    promise = budget_of(rows)["SSD, forward", "speed over the portable path"]
+    assert (promise.reached, promise.met, promise.why_not) == (None, False, "no kernel here")
+    page = markdown(tiny_report(rows=rows))
+    assert "not met" in page
+    assert "no kernel here" in page
+
+
+def full_report():
+    """Return a report with a row of every kind; the ways of a case share it."""
+    rows = [
+        row("SSD", "forward", way, seconds, peak=2_500_000)
+        for way, seconds in (("native", 0.001), ("portable", 0.004), ("serial", 0.005))
+    ]
+    rows = [r._replace(case=rows[0].case) for r in rows]
+    rows.append(row("SSD", "train", "native", None, why_not="no | kernel"))
+    rows.append(row("SSD", "train", "portable", 1234.0))
+    rows.append(row("SSD", "train", "serial", 2.0))
+    growth = [Growth("core", "forward", "native", {1024: 1e-6, 2048: 1.2e-6})]
+    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0})]
+    return tiny_report(rows=rows, growth=growth, threads=threads)
+
+
+def test_the_page_names_the_machine_and_holds_every_number():
+    """Median, spread, tokens per second, memory, ideal, gain; and the columns side by side."""
+    report = full_report()
+    page = markdown(report, plot="p.png", command="anymamba bench")
+    assert report.machine.cpu in page
+    assert f"torch {torch.__version__}" in page
+    assert "![Speed and share of the ideal](p.png)" in page
+    line = next(x for x in page.splitlines() if x.startswith("| SSD | forward | native |"))
+    assert "1 ms | 0% | 6 k | 2.5 MB |" in line
+    assert line.endswith("| 4x |")
+    assert "| SSD | forward | 1 | 4 | 5 |" in page
+    assert "1234000" in page
+    widths = {
+        line.replace("\\|", "").count("|")
+        for table in page.split("## ")[2:3]
+        for line in table.splitlines()
+        if line.startswith("|")
+    }
+    assert len(widths) == 1
+
+
+def test_the_data_is_json_and_complete():
+    """Every row is there, infinities are words."""
+    report = full_report()
+    report.rows[0] = report.rows[0]._replace(error=float("inf"), ok=False)
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert len(data["rows"]) == len(report.rows)
+    assert data["rows"][0]["error"] == "inf"
+    assert data["rows"][0]["over_portable"] == 4.0
+    assert data["rows"][3]["seconds"] is None
+    assert data["machine"]["torch"] == torch.__version__
+    assert [entry["met"] for entry in data["budget"]] == [p.met for p in report.promises]
+
+
+def test_the_picture_is_a_png(tmp_path):
+    """With and without the lengths."""
+    pytest.importorskip("matplotlib")
+    for name, report in (("a", full_report()), ("b", tiny_report(rows=full_report().rows))):
+        draw(report, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys):
+    """Return a function that runs `anymamba bench` on toy cases."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("anymamba.bench.suite.Rates", lambda dtypes: tiny_report().rates)
+
+    def run(ways, *arguments):
+        monkeypatch.setattr(
+            "anymamba.bench.suite.suite_cases", lambda suite: iter([toy_case(ways)])
+        )
+        code = main(["bench", "core", "--quick", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+WAYS = {way: TimedWay(answering(1, 1, 1)) for way in ("native", "portable", "serial")}
+
+
+def test_the_command_prints_and_writes(bench, tmp_path):
+    """Tables in 80 columns; page, picture and data beside each other; exit code 0."""
+    pytest.importorskip("matplotlib")
+    code, out, err = bench(WAYS, "--save", tmp_path / "my.bench")
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    assert "Every way that was timed agrees" in out
+    found = {file.name for file in tmp_path.iterdir()}
+    assert found == {"my.bench.md", "my.bench.png", "my.bench.json"}
+    assert "(my.bench.png)" in (tmp_path / "my.bench.md").read_text()
+    assert json.loads((tmp_path / "my.bench.json").read_text())["quick"] is True
+
+
+def test_a_red_gate_is_exit_code_1_without_a_speed(bench):
+    """The wrong way is named; its time is not printed."""
+    ways = {**WAYS, "native": TimedWay(answering(1, 1, 2))}
+    code, out, _ = bench(ways)
+    assert code == 1
+    [line] = [x for x in out.splitlines() if "native" in x and "WRONG" in x and "(" not in x]
+    assert "ms" not in line
+    code, out, _ = bench(ways, "--json")
+    assert code == 1
+    document = json.loads(out)
+    assert document["ok"] is False
+    assert document["rows"][0]["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], "--threads"),
+        (["--seconds", "-1"], "--seconds"),
+        (["--save", "no/such/folder/x"], "must exist"),
+    ],
+)
+def test_mistakes_are_met_before_measuring(bench, arguments, message):
+    """Nothing is measured for minutes only to fail at the end."""
+    code, _, err = bench({}, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_the_command_knows_every_table_and_mode(capsys):
+    """Its help names what the room offers."""
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*GROUPS, *MODES, "--json"))
+    for group in GROUPS:
+        assert main(["bench", group, "--threads", "0"]) == 2
+        assert "--threads" in capsys.readouterr().err
+
+
+def test_tables_come_in_the_order_of_the_groups():
+    """Operators first, then the budget and the lengths."""
+    titles = [table.title for table in tables(full_report())]
+    assert titles[0] == "SSD core"
+    assert titles[1].startswith("Budget")
