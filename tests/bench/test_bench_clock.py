@@ -72,6 +72,16 @@ def test_rates_are_medians_of_their_probes():
     assert rates.bandwidth == 2.0
 
 
+def test_an_emulated_dtype_is_held_to_float32():
+    """A slow matrix product in a half type is no excuse: code may widen."""
+    rates = Rates([torch.float32], read_bytes=2**16)
+    rates.products[torch.float32][:] = [5.0]
+    for bfloat16, limit in ((1.0, 5.0), (9.0, 9.0)):
+        rates.products[torch.bfloat16] = [bfloat16]
+        assert rates.limit(torch.bfloat16) == limit
+        assert rates.mm(torch.bfloat16) == bfloat16
+
+
 def test_the_rate_of_a_product_counts_two_flop_per_pair(monkeypatch):
     """A product of n x n matrices is 2 n^3 FLOP; where it is slow, n stays small."""
     monkeypatch.setattr("anymamba.bench.machine._best", lambda function, runs=3: 0.5)

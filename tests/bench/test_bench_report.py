@@ -129,7 +129,7 @@ def full_report():
     ]
     rows = [r._replace(case=rows[0].case) for r in rows]
     rows.append(row("SSD", "train", "native", None, why_not="no | kernel"))
-    rows.append(row("SSD", "train", "portable", 1234.0))
+    rows.append(row("SSD", "train", "portable", 1234.0)._replace(note="a|b"))
     rows.append(row("SSD", "train", "serial", 2.0))
     growth = [Growth("core", "forward", "native", {1024: 1e-6, 2048: 1.2e-6})]
     threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0})]

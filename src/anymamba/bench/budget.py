@@ -102,7 +102,7 @@ class _Table:
         """Return the time over the ideal."""
         if row.timing is None:
             return None
-        ideal = row.work.seconds(self.rates.mm(row.case.dtype), self.rates.bandwidth)
+        ideal = row.work.seconds(self.rates.limit(row.case.dtype), self.rates.bandwidth)
         return row.timing.median / ideal
 
     def against(self, native: Row, column: str, target: float, measure: str = "") -> Promise:

@@ -117,7 +117,7 @@ def _threads(count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        pass
+        torch.set_num_threads(before)
 
 
 def _operators(

@@ -98,7 +98,7 @@ class Rates:
     rate is the median of the probes.
 
     Args:
-        dtypes: whose matrix products are timed.
+        dtypes: whose matrix products are timed; float32 among them.
         read_bytes: of the array that is read; far beyond the caches.
     """
 
@@ -124,6 +124,13 @@ class Rates:
     def mm(self, dtype: torch.dtype) -> float:
         """Return the FLOP per second of a large matrix product."""
         return statistics.median(self.products[dtype])
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return the rate that no code in this dtype can exceed.
+
+        Where a half type is emulated its product is slower than float32's, but code may widen.
+        """
+        return max(self.mm(dtype), self.mm(torch.float32))
 
     @property
     def bandwidth(self) -> float:

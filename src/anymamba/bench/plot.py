@@ -111,8 +111,9 @@ def _growth(axis: Any, report: Report) -> None:
         label = f"{figure.name}, {figure.mode} ({figure.impl})"
         axis.plot(lengths, micros, dashes, marker="o", markersize=4, label=label)
     axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
+    highest = max(max(figure.per_token.values()) for figure in report.growth)
+    axis.set_ylim(0, 1.35e6 * highest)  # room for the legend
     axis.set_title("Microseconds per token by length of the sequence")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
     axis.grid(linewidth=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axis.legend(fontsize=7, loc="upper center", ncols=2)

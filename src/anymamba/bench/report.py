@@ -99,7 +99,8 @@ _ABOUT = """\
 - `ideal`: the share of the machine's limit, which was probed in the same run. Work that cannot be
   avoided is projections and SSD (chunks of 64) at the rate of a large matrix product, three times
   that for training; for a step every weight and twice the state at the rate of reading memory;
-  for scan and convolution the slower of arithmetic and traffic."""
+  for scan and convolution the slower of arithmetic and traffic. Half types whose product is slower
+  than that of float32 are held to the rate of float32."""
 
 
 def _group(report: Report, group: str, title: str) -> PlainTable:

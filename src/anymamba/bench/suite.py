@@ -84,7 +84,7 @@ class Report:
         """Return the ideal time over the measured one."""
         if row.timing is None:
             return None
-        ideal = row.work.seconds(self.rates.mm(row.case.dtype), self.rates.bandwidth)
+        ideal = row.work.seconds(self.rates.limit(row.case.dtype), self.rates.bandwidth)
         return ideal / row.timing.median
 
     def over_portable(self, row: Row) -> float | None:

@@ -1,4 +1,4 @@
-"""The selective scan on the CPU kernel (README 8): the same bodies as in `schema`."""
+"""The selective scan on the CPU kernel (README 7): the same bodies as in `schema`."""
 
 import torch
 from torch import Tensor
