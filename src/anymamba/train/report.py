@@ -132,7 +132,7 @@ def smoothed(points: Sequence[tuple[int, float]], span: float = 0.05) -> list[tu
     """Return running means over about `span` of all points, both sides of each.
 
     Example:
-        >>> smoothed([(1, 1.0), (2, 3.0), (3, 2.0)], span=1.0)
+        >>> smoothed([(1, 1.0), (2, 3.0), (3, 2.0)], span=0.5)
         [(1, 2.0), (2, 2.0), (3, 2.5)]
     """
     half = max(1, round(span * len(points) / 2))
