@@ -210,6 +210,23 @@ def test_states_survive_their_files(tmp_path: Path):
     assert_same(net(x)[:, 4:].detach(), y.detach())
 
 
+@pytest.mark.parametrize("length", [None, 6])
+def test_states_with_registers_survive_their_files(length: int | None, tmp_path: Path):
+    """The file remembers which registers have been inserted, and where the end was announced."""
+    rows = [Marker.start(), Marker.custom(5)] + ([Marker.end()] if length else [])
+    registers = RegisterConfig(stack=rows, layers={1: [Marker.start()]})
+    stack = StackConfig(d_model=8, n_layer=2, ssm_cfg=MAMBA3, registers=registers)
+    net, x = net_of(stack=stack), randn(2, 6, 3, seed=16)
+    _, cache = net.prefill(x[:, :4], length=length)
+    save_state(cache.detach(), tmp_path / "state")
+    again = load_state(tmp_path / "state")
+    assert again.cursor == cache.cursor
+    expected, _ = net.prefill(x[:, 4:], cache)
+    y, _ = net.prefill(x[:, 4:], again)
+    assert torch.equal(expected, y)
+    assert y.shape[1] > 2
+
+
 def test_folders_of_other_models_are_refused(tmp_path: Path):
     """A language model's loader says what the folder holds; damaged folders say what is wrong."""
     net_of().save_pretrained(tmp_path)

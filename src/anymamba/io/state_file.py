@@ -8,7 +8,8 @@ says:
 |---|---|
 | `format` | `anymamba-state` |
 | `version` | `1` |
-| `types` | JSON: a type, a list of types, or `{"ModelCache": [types of the layers]}` |
+| `types` | JSON: a type, a list of types, or `{"ModelCache": [types of the layers]}`; |
+| | with registers `{"StackCache": [types], "cursor": [length or null, offsets]}` |
 | `sizes` | JSON: the size of each letter of the layouts, or a list of such tables |
 | `checksum` | CRC-32 of the entries above and of every tensor; finds accidents, not forgeries |
 
@@ -30,6 +31,7 @@ from anymamba.errors import CacheError, CheckpointError, ShapeError
 from anymamba.io.tensor_file import DTYPES, bytes_of, write_safetensors
 from anymamba.nn import (
     BlockCache,
+    Cursor,
     KVCache,
     Mamba1Cache,
     Mamba2Cache,
@@ -37,12 +39,13 @@ from anymamba.nn import (
     Mamba3SingleSsdCache,
     ModelCache,
     RotationState,
+    StackCache,
 )
 from anymamba.notation import bind_dims, layout_of
 
 __all__ = ["load_state", "save_state"]
 
-State = BlockCache | ModelCache
+State = BlockCache | ModelCache | StackCache
 File = str | os.PathLike[str]
 
 FORMAT = "anymamba-state"
@@ -51,7 +54,7 @@ TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Mamba1Cache, Mamba2Cache, Mamba3SingleSsdCache, Mamba3DoubleSsdCache, KVCache)
 }
-MODEL = ModelCache.__name__
+MODEL, STACK = ModelCache.__name__, StackCache.__name__
 # Fields that count tokens; all others are floating point.
 COUNTS = ("length_b", "position_b")
 
@@ -145,7 +148,7 @@ def _refuse(file: File, why: str, cause: BaseException | None = None) -> NoRetur
 def _describe(where: str, state: Any) -> Description:
     """Take a state apart; raise if it is none, or if its tensors do not fit it."""
     # A cache is itself a tuple, so only plain lists and tuples are lists of caches.
-    is_model = type(state) is ModelCache
+    is_model = type(state) in (ModelCache, StackCache)
     if not is_model and type(state) not in (list, tuple):
         return _describe_block(where, state)
     layers = state.layers if is_model else state
@@ -160,7 +163,9 @@ def _describe(where: str, state: Any) -> Description:
         for name, tensor in part.tensors.items()
     }
     if is_model:
-        types = {MODEL: types}
+        types = {type(state).__name__: types}
+        if isinstance(state, StackCache):
+            types["cursor"] = [state.cursor.length, *state.cursor.offsets]
         tensors["position_b"] = state.position_b
         _check_tensor(where, MODEL, "position_b", state.position_b)
         rows = sorted({tensor.shape[0] for tensor in tensors.values()})
@@ -262,8 +267,8 @@ def _check_format(file: File, facts: dict[str, str]) -> None:
 
 def _build(file: File, types: Any, tensors: dict[str, Tensor]) -> Any:
     """Return the state that `tensors` make up; raise on unknown types and wrong names."""
-    is_model = isinstance(types, dict) and list(types) == [MODEL]
-    layers = types[MODEL] if is_model else types
+    is_model = isinstance(types, dict) and list(types) in ([MODEL], [STACK, "cursor"])
+    layers = next(iter(types.values())) if is_model else types
     if not isinstance(layers, list):
         return _kind(file, types).from_tensors(tensors)
     groups: dict[str, dict[str, Tensor]] = {str(place): {} for place in range(len(layers))}
@@ -276,7 +281,19 @@ def _build(file: File, types: Any, tensors: dict[str, Tensor]) -> Any:
             _refuse(file, f"{name!r} belongs to none of its {len(layers)} layers")
     pairs = zip(layers, groups.values(), strict=True)
     caches = [_kind(file, kind).from_tensors(group) for kind, group in pairs]
-    return ModelCache(tuple(caches), tensors.get("position_b")) if is_model else caches  # pyright: ignore[reportArgumentType]
+    if not is_model:
+        return caches
+    model = ModelCache(tuple(caches), tensors.get("position_b"))  # pyright: ignore[reportArgumentType]
+    return StackCache(*model, _cursor(file, types["cursor"])) if STACK in types else model
+
+
+def _cursor(file: File, entries: Any) -> Cursor:
+    """Return how far registers have come."""
+    numbers = entries[1:] if isinstance(entries, list) else []
+    counts = numbers if not numbers or entries[0] is None else entries
+    if not counts or any(type(number) is not int or number < 0 for number in counts):
+        _refuse(file, f"its cursor is {entries!r}")
+    return Cursor(entries[0], tuple(numbers))
 
 
 def _kind(file: File, name: object) -> Any:

@@ -99,11 +99,13 @@ def _parts(lm: MambaLM, length: int) -> Iterator[tuple[str, str, nn.Module, int,
     for place, layer in enumerate(cast("list[Any]", lm.backbone.layers)):
         name = f"backbone.layers.{place}"
         yield f"{name}.norm", "norm", layer.norm, 0, 0
-        state, flops = _mixer(layer.mixer, length)
+        # Virtual layers share weights, but each pass has a state of its own and costs as much.
+        passes = lm.backbone.schedule.count(place)
+        state, flops = (passes * cost for cost in _mixer(layer.mixer, length))
         yield f"{name}.mixer", type(layer.mixer).__name__, layer.mixer, state, flops
         if layer.has_mlp:
             yield f"{name}.norm2", "norm", layer.norm2, 0, 0
-            yield f"{name}.mlp", type(layer.mlp).__name__, layer.mlp, 0, _mlp(layer.mlp)
+            yield f"{name}.mlp", type(layer.mlp).__name__, layer.mlp, 0, passes * _mlp(layer.mlp)
     yield "backbone.norm_f", "norm", lm.backbone.norm_f, 0, 0
     yield "lm_head", "head", lm.lm_head, 0, 2 * lm.config.d_model * lm.config.padded_vocab_size
 

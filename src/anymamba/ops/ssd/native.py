@@ -31,8 +31,8 @@ def forward(
     Returns:
         The outputs, in the dtype of v, and the final states, in float32.
     """
-    y_bsmhp = torch.empty(v_bsmhp.shape, dtype=v_bsmhp.dtype)
-    final_bhpr = torch.empty(initial_bhpr.shape, dtype=torch.float32)
+    y_bsmhp = v_bsmhp.new_empty(v_bsmhp.shape)
+    final_bhpr = initial_bhpr.new_empty(initial_bhpr.shape, dtype=torch.float32)
     inputs = (*_by_rows(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr), initial_bhpr)
     run_kernel(
         "ssd_forward",
@@ -56,7 +56,7 @@ def backward(
 ) -> CoreGradients:
     """Differentiate the scan from its inputs alone; nothing of the forward is kept."""
     inputs = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
-    grads = CoreGradients(*(torch.empty(x.shape, dtype=x.dtype) for x in inputs))
+    grads = CoreGradients(*(x.new_empty(x.shape) for x in inputs))
     run_kernel(
         "ssd_backward",
         [
