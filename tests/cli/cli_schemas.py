@@ -185,6 +185,12 @@ SCHEMAS = {
         "doctor",
         versions=table({"type": ["string", "null"]}),
         devices=array(record(device=TEXT, count=COUNT, note=TEXT)),
+        kernels=record(
+            variant={"type": ["string", "null"]},
+            available=array(TEXT),
+            threading={"type": ["string", "null"]},
+            why_not={"type": ["string", "null"]},
+        ),
         operators=array(
             record(
                 operator=TEXT,
