@@ -130,7 +130,8 @@ def test_gradients_equal_official(name: str, dtype: torch.dtype):
     for length in json.loads(golden.meta["grad_lens"]):
         key = f"L{length}/"
         block = golden.block(dtype)
-        u_bsd = golden.tensors[key + "u"].to(dtype).requires_grad_()
+        # A copy: the file is read once, and gradients of one run must not meet those of another.
+        u_bsd = golden.tensors[key + "u"].to(dtype, copy=True).requires_grad_()
         (block(u_bsd) * golden.tensors[key + "w"].to(dtype)).sum().backward()
         golden.check(key + "grad_u", u_bsd.grad, "grad_u")
         parameters = dict(block.named_parameters())

@@ -106,6 +106,26 @@ def test_means_do_not_change_what_is_learned(corpus, tmp_path, option):
     assert [x[1] for x in other] == pytest.approx([x[1] for x in plain], rel=1e-4)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_run_again_in_the_backward_when_asked(monkeypatch, recompute):
+    """Recomputation is real: each layer runs once more while gradients are taken."""
+    lm, runs = small_lm(), []
+    kind = type(lm.backbone.layers[0])
+    forward = kind.forward
+
+    def counted(self, *arguments, **options):
+        runs.append(1)
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    learner = Learner(lm, LoopRecipe(checkpoint_activations=recompute))
+    ids_bs = torch.randint(257, (2, 9))
+    loss = learner.loss(carried(ids_bs[:, :-1], ids_bs[:, 1:], [False, False]))
+    assert len(runs) == 2
+    loss.backward()
+    assert len(runs) == (4 if recompute else 2)
+
+
 def test_autocast_is_used_and_close(corpus, tmp_path):
     """bfloat16 moves the losses a little, and not not at all."""
     Trainer(tiny_recipe(corpus, tmp_path / "plain")).run()

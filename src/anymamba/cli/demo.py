@@ -98,6 +98,8 @@ class Demo:
             found = compare_run(folder)
         out.print(comparison_table(found))
         out.print(comparison_verdict(found))
+        if not found.model_wins:
+            out.print("  More time helps: anymamba demo --seconds 170\n")
         _farewell(terminal, folder)
         ok, facts = report.ok and is_same, {}
         if self.tour:

@@ -20,6 +20,8 @@ Entry = Mapping[str, Any]
 LINE_SECONDS = 10.0
 CURVE_HEIGHT = 8
 SAMPLE_LINES = 5
+# How notes begin that say nothing a person has to know.
+ROUTINE = tuple(f"{split}: {what}" for split in ("train", "valid") for what in ("wrote", "reusing"))
 
 
 def open_display(terminal: Terminal) -> "LiveDisplay | LineDisplay":
@@ -181,7 +183,9 @@ class LiveDisplay:
         self._facts.take(entry)
         if entry["kind"] == "start":
             for note in entry["notes"]:
-                self._terminal.out.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+                # Where the tokens lie is for logs; the headline says how much text there is.
+                if not note.startswith(ROUTINE):
+                    self._terminal.out.print(f"  {note}", style="dim", markup=False)
             if entry["resumed"]:
                 self._terminal.out.print(f"  resumed after step {entry['step']:,}")
         elif entry["kind"] == "skip":
