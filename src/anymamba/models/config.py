@@ -87,8 +87,8 @@ class MambaConfig:
                 raise ConfigError(
                     f"MambaConfig: attn_layer_idx must lie in 0..{self.n_layer - 1}; got {place}."
                 )
-        # What is left, schedule and gates, is checked where it is defined. A plain stack has neither,
-        # and a hostile file may ask for a billion layers: they must not be spelled out here.
+        # Schedule and gates are checked where they are defined. A plain stack has neither, and a
+        # hostile file may ask for a billion layers: they must not be spelled out here.
         composed = self.virtual is not None or self.grad_horizon is not None
         if composed or self.residual != ResidualConfig():
             _ = self.stack
