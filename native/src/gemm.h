@@ -132,10 +132,12 @@ ANYMAMBA_INLINE void for_tiles(int64_t start, int64_t stop, const Body &body) {
 template <int64_t distance, int... lane>
 struct Exchange {
     static ANYMAMBA_INLINE Vec upper(Vec x, Vec y) {
-        return __builtin_shufflevector(x, y, (lane & distance ? lane - distance + kWidth : lane)...);
+        return __builtin_shufflevector(x, y,
+                                       (lane & distance ? lane - distance + kWidth : lane)...);
     }
     static ANYMAMBA_INLINE Vec lower(Vec x, Vec y) {
-        return __builtin_shufflevector(x, y, (lane & distance ? lane + kWidth : lane + distance)...);
+        return __builtin_shufflevector(x, y,
+                                       (lane & distance ? lane + kWidth : lane + distance)...);
     }
 };
 

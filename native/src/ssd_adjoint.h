@@ -13,11 +13,11 @@ struct AdjointBuffers {
     float *b, *c;
     float *b_turned;  // panels over positions: [panel][state][kPanel]
     // Panels over sources, [panel][target][kPanel].
-    float *pairs;      // C B^T
-    float *factors;    // decay from source to target, own pairs included unless strict
-    float *weights;    // their product
-    float *crossings;  // what each pair sends to the decay of every step between the two
-    float *grad_pairs; // rows, [target][source], summed over the heads of a block
+    float *pairs;       // C B^T
+    float *factors;     // decay from source to target, own pairs included unless strict
+    float *weights;     // their product
+    float *crossings;   // what each pair sends to the decay of every step between the two
+    float *grad_pairs;  // rows, [target][source], summed over the heads of a block
     // Of a head. Rows, [position][width].
     float *grad_y, *grad_y_grown, *v_faded, *grad_v;
     // Panels over positions, [panel][width][kPanel].
@@ -28,28 +28,28 @@ struct AdjointBuffers {
     float *grad_da;
     Decay decay;
 
-    AdjointBuffers(Arena &arena, const Sizes &sizes, const Plan &plan) {
+    AdjointBuffers(Carver &carver, const Sizes &sizes, const Plan &plan) {
         const int64_t positions = plan.padded, square = positions * positions;
-        b = arena.take(plan.rows_size(sizes));
-        c = arena.take(plan.rows_size(sizes));
-        b_turned = arena.take(plan.rows_size(sizes));
-        pairs = arena.take(square);
-        factors = arena.take(square);
-        weights = arena.take(square);
-        crossings = arena.take(square);
-        grad_pairs = arena.take(square);
+        b = carver.floats(plan.rows_size(sizes));
+        c = carver.floats(plan.rows_size(sizes));
+        b_turned = carver.floats(plan.rows_size(sizes));
+        pairs = carver.floats(square);
+        factors = carver.floats(square);
+        weights = carver.floats(square);
+        crossings = carver.floats(square);
+        grad_pairs = carver.floats(square);
         const int64_t width = plan.width_stride(sizes);
-        grad_y = arena.take(positions * width);
-        grad_y_grown = arena.take(positions * width);
-        v_faded = arena.take(positions * width);
-        grad_v = arena.take(positions * width);
-        v_turned = arena.take(positions * width);
-        grad_v_turned = arena.take(positions * width);
-        read = arena.take(positions * kWidth);
-        left = arena.take(positions);
-        across = arena.take(positions);
-        grad_da = arena.take(positions);
-        decay.lay_out(arena, positions);
+        grad_y = carver.floats(positions * width);
+        grad_y_grown = carver.floats(positions * width);
+        v_faded = carver.floats(positions * width);
+        grad_v = carver.floats(positions * width);
+        v_turned = carver.floats(positions * width);
+        grad_v_turned = carver.floats(positions * width);
+        read = carver.floats(positions * kWidth);
+        left = carver.floats(positions);
+        across = carver.floats(positions);
+        grad_da = carver.floats(positions);
+        decay.lay_out(carver, positions);
     }
 };
 
@@ -70,12 +70,13 @@ struct Adjoint {
           stride(plan.width_stride(of)) {}
 
     int64_t same_time(int64_t position) const { return position / sizes.rank * sizes.rank; }
-    int64_t state_panels() const { return parts_of(sizes.state, kPanel); }
+    int64_t state_panels() const { return ceil_div(sizes.state, kPanel); }
 
     void share_group(const Rows &b, const Rows &c) const;
     void fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const;
     void step_state(const float *from, float *to, Ahead &ahead) const;
-    void take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da, int64_t head) const;
+    void take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da,
+                   int64_t head) const;
     void back_through_pairs(bool first) const;
     void back_to_values(const float *grad_state) const;
     float back_through_state(const float *state, float *grad_state, float *grad_b, float *grad_c,
@@ -113,9 +114,8 @@ inline void Adjoint::fade_values(const Rows &v, const anymamba_tensor &da, int64
     decay.fill(da, chunk, sizes.rank, head, padded);
     for (int64_t position = 0; position < positions; ++position) {
         float *faded = buffers.v_faded + position * stride;
-        read_row(*v.tensor, v.at(position), sizes.width, [&](int64_t column, Vec x) {
-            store(faded + column, x * decay.fade[position]);
-        });
+        visit_row(*v.tensor, v.at(position), sizes.width,
+                  [&](int64_t column, Vec x) { store(faded + column, x * decay.fade[position]); });
     }
 }
 
@@ -141,8 +141,8 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba
     for (int64_t target = 0; target < positions; ++target) {
         for_sources(decay, target, sizes.rank, padded, sizes.strict,
                     [&](int64_t source, Vec factor, IntVec counts) {
-                        const int64_t at = (source / kPanel * padded + target) * kPanel +
-                                           source % kPanel;
+                        const int64_t at =
+                            (source / kPanel * padded + target) * kPanel + source % kPanel;
                         const Vec weight = load(buffers.pairs + at) * factor;
                         store(buffers.factors + at, select(counts, factor, Vec{}));
                         store(buffers.weights + at, select(counts, weight, Vec{}));
@@ -156,7 +156,7 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba
         float *grown = buffers.grad_y_grown + position * stride;
         for (int64_t column = 0; column < stride; column += kWidth)
             store(faded + column, load(faded + column) * decay.fade[position]);
-        read_row(*grad_y.tensor, grad_y.at(position), sizes.width, [&](int64_t column, Vec x) {
+        visit_row(*grad_y.tensor, grad_y.at(position), sizes.width, [&](int64_t column, Vec x) {
             store(plain + column, x);
             store(grown + column, x * decay.grow[position]);
         });
@@ -241,8 +241,8 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
         const float *c = buffers.c + panel * padded * kPanel;
         float *to_b = grad_b + panel * padded * kPanel, *to_c = grad_c + panel * padded * kPanel;
         for_tiles(0, positions, [&](auto rows, int64_t position) {
-            auto tile = first ? zero_tile<rows.value>()
-                              : load_tile<rows.value>(to_b + position * kPanel);
+            auto tile =
+                first ? zero_tile<rows.value>() : load_tile<rows.value>(to_b + position * kPanel);
             multiply<Left::kByRow>(tile, buffers.v_faded + position * stride, stride, grad,
                                    sizes.width);
             store_tile(to_b + position * kPanel, kPanel, tile);
@@ -316,8 +316,8 @@ inline void Adjoint::back_to_decay(float kept) const {
         Vec sum = Vec{};
         for (int64_t source = 0; source < first; source += kWidth) {
             const IntVec is_earlier = lanes + (int32_t)source < (int32_t)first;
-            const float *column = buffers.crossings + source / kPanel * padded * kPanel +
-                                  source % kPanel;
+            const float *column =
+                buffers.crossings + source / kPanel * padded * kPanel + source % kPanel;
             Vec running = load(across + source);
             for (int64_t q = 0; q < sizes.rank; ++q)
                 running += select(is_earlier, load(column + (first + q) * kPanel), Vec{});
@@ -340,15 +340,15 @@ inline void Adjoint::write_values(const Rows &grad_v) const {
             transpose_block(turned + p * kPanel, kPanel, buffers.grad_v + row * stride + p, stride);
     }
     for (int64_t position = 0; position < positions; ++position)
-        write_row(*grad_v.tensor, grad_v.at(position), sizes.width,
-                  buffers.grad_v + position * stride);
+        finish_row(*grad_v.tensor, grad_v.at(position), sizes.width,
+                   buffers.grad_v + position * stride);
 }
 
 inline void Adjoint::write_decay(const anymamba_tensor &grad_da, int64_t head) const {
-    const int64_t first = chunk.row * grad_da.stride[0] + chunk.start * grad_da.stride[1] +
-                          head * grad_da.stride[2];
+    const int64_t first =
+        chunk.row * grad_da.stride[0] + chunk.start * grad_da.stride[1] + head * grad_da.stride[2];
     for (int64_t step = 0; step < chunk.steps; ++step)
-        write(grad_da, first + step * grad_da.stride[1], buffers.grad_da[step]);
+        write_one(grad_da, first + step * grad_da.stride[1], buffers.grad_da[step]);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT::ssd

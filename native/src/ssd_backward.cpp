@@ -5,6 +5,7 @@
 // sizes:   as in ssd_forward.cpp
 #include "parallel.h"
 #include "ssd_adjoint.h"
+#include "ssd_states.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace ssd {
@@ -37,11 +38,11 @@ struct Shared {
     float *shares;  // of split groups: [task][chunk of the segment][b, c][state][position]
     char *workers;
 
-    Shared(Arena &arena, const Sizes &sizes, const Plan &plan) {
-        pieces = arena.take<Piece>(plan.pieces);
-        kept = arena.take(plan.kept_states(sizes));
-        shares = arena.take(plan.share_size(sizes));
-        workers = arena.take<char>(0);
+    Shared(Carver &carver, const Sizes &sizes, const Plan &plan) {
+        pieces = carver.take<Piece>(plan.pieces);
+        kept = carver.floats(plan.kept_states(sizes));
+        shares = carver.floats(plan.share_size(sizes));
+        workers = carver.take<char>(0);
     }
 };
 
@@ -52,12 +53,12 @@ struct Own {
     float *grad_b, *grad_c;
     AdjointBuffers adjoint;
 
-    Own(Arena &arena, const Sizes &sizes, const Plan &plan)
-        : states(arena.take(plan.length * plan.sharing * plan.state_size)),
-          grad_states(arena.take(plan.sharing * plan.state_size)),
-          grad_b(arena.take(plan.splits ? 0 : plan.rows_size(sizes))),
-          grad_c(arena.take(plan.splits ? 0 : plan.rows_size(sizes))),
-          adjoint(arena, sizes, plan) {}
+    Own(Carver &carver, const Sizes &sizes, const Plan &plan)
+        : states(carver.floats(plan.length * plan.sharing * plan.state_size)),
+          grad_states(carver.floats(plan.sharing * plan.state_size)),
+          grad_b(carver.floats(plan.splits ? 0 : plan.rows_size(sizes))),
+          grad_c(carver.floats(plan.splits ? 0 : plan.rows_size(sizes))),
+          adjoint(carver, sizes, plan) {}
 };
 
 struct Task {
@@ -104,9 +105,11 @@ struct Backward {
         const int64_t place = ((segment - 1) * sizes.rows + row) * sizes.heads + head;
         return shared.kept + place * plan.state_size;
     }
-    void load_state(const anymamba_tensor &from, int64_t sequence, int64_t head, float *to) const;
-    void store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
-                     const float *from) const;
+    // States, or gradients of states, of all heads of a block.
+    void load_states(const anymamba_tensor &from, const Block &block, const Piece &piece,
+                     float *to) const;
+    void store_states(const float *from, const Block &block, const Piece &piece,
+                      const anymamba_tensor &to) const;
     void write_group(const anymamba_tensor &to, const Chunk &chunk, int64_t group,
                      const float *from) const;
 };
@@ -114,7 +117,7 @@ struct Backward {
 Task Backward::task_of(int64_t index) const {
     if (!plan.splits) {
         const int64_t first = index % plan.parts * plan.sharing;
-        return {index, index / plan.parts, first, at_most(plan.sharing, sizes.heads - first)};
+        return {index, index / plan.parts, first, smaller(plan.sharing, sizes.heads - first)};
     }
     const int64_t group_heads = sizes.heads / sizes.groups;
     const int64_t part = index % plan.parts, group = index / plan.parts % sizes.groups;
@@ -126,51 +129,30 @@ Task Backward::task_of(int64_t index) const {
 // body(block) for the blocks of a task, which are of nearly equal size.
 template <class Body>
 void for_task_blocks(const Task &task, int64_t sharing, const Body &body) {
-    const int64_t blocks = parts_of(task.heads, sharing);
+    const int64_t blocks = ceil_div(task.heads, sharing);
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block * task.heads / blocks, last = (block + 1) * task.heads / blocks;
         body(Block{task.row, task.first_head + first, last - first});
     }
 }
 
-// States lie in panels over the state axis, [panel][width][kPanel], with zeros past its end.
-void Backward::load_state(const anymamba_tensor &from, int64_t sequence, int64_t head,
-                          float *to) const {
-    const int64_t first = sequence * from.stride[0] + head * from.stride[1];
-    for (int64_t p = 0; p < sizes.width; ++p) {
-        const auto put = [&](int64_t r, Vec x) {
-            store(to + (r / kPanel * sizes.width + p) * kPanel + r % kPanel, x);
-        };
-        const int64_t row = first + p * from.stride[2];
-        if (from.stride[3] == 1) {
-            read_row(from, row, sizes.state, put);
-        } else {
-            for (int64_t r = 0; r < sizes.state; r += kWidth) {
-                float lanes[kWidth] = {};
-                for (int64_t lane = 0; lane < at_most(kWidth, sizes.state - r); ++lane)
-                    lanes[lane] = read(from, row + (r + lane) * from.stride[3]);
-                put(r, load(lanes));
-            }
-        }
-        for (int64_t r = round_up(sizes.state, kWidth); r < sizes.state_padded(); r += kWidth)
-            put(r, Vec{});
-    }
+void Backward::load_states(const anymamba_tensor &from, const Block &block, const Piece &piece,
+                           float *to) const {
+    const int64_t sequence = sequence_of(block.row, piece);
+    for (int64_t place = 0; place < block.heads; ++place)
+        load_by_state(HeadState(from, sequence, block.first_head + place), sizes,
+                      to + place * plan.state_size);
 }
 
-// The gradient of the initial state is our own tensor: its last axis is contiguous.
-void Backward::store_state(const anymamba_tensor &to, int64_t sequence, int64_t head,
-                           const float *from) const {
-    const int64_t first = sequence * to.stride[0] + head * to.stride[1];
-    for (int64_t p = 0; p < sizes.width; ++p) {
-        for (int64_t r = 0; r < sizes.state; r += kPanel) {
-            const float *part = from + (r / kPanel * sizes.width + p) * kPanel;
-            write_columns(to, first + p * to.stride[2] + r, sizes.state - r, load(part),
-                          load(part + kWidth));
-        }
-    }
+void Backward::store_states(const float *from, const Block &block, const Piece &piece,
+                            const anymamba_tensor &to) const {
+    const int64_t sequence = sequence_of(block.row, piece);
+    for (int64_t place = 0; place < block.heads; ++place)
+        store_by_state(from + place * plan.state_size, sizes,
+                       HeadState(to, sequence, block.first_head + place));
 }
 
-// The rows that the next chunk reads, and writes if it is walked back; `work` is what one head does.
+// The rows that the next chunk reads, and writes if it is walked back; `work` is that of one head.
 Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const {
     const Chunk chunk = next == nullptr ? Chunk{0, 0, 0} : chunk_of(block.row, *next);
     Ahead ahead(chunk.steps * sizes.rank, block.heads * work);
@@ -195,8 +177,8 @@ Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, 
 }
 
 // K3 and K4: the states of a block's heads behind a chunk, from those before it.
-void Backward::advance(const Block &block, const Piece *piece, const Piece *next,
-                       const float *from, float *to, Own &own) const {
+void Backward::advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
+                       float *to, Own &own) const {
     const Chunk chunk = chunk_of(block.row, *piece);
     Ahead ahead = look_ahead(block, next, sizes.state_padded() / kPanel * sizes.width, false);
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
@@ -219,9 +201,7 @@ void Backward::refill(const Block &block, const Piece *pieces, int64_t count, co
         float *states = own.states + chunk * size;
         const Piece &piece = pieces[chunk];
         if (piece.opens) {
-            for (int64_t place = 0; place < block.heads; ++place)
-                load_state(tensors.initial, sequence_of(block.row, piece), block.first_head + place,
-                           states + place * plan.state_size);
+            load_states(tensors.initial, block, piece, states);
         } else if (chunk == 0) {
             memcpy(states, entry, (size_t)size * sizeof(float));
         }
@@ -239,12 +219,10 @@ void Backward::keep_states(const Task &task, const Shared &shared, Own &own) con
         float *states = own.states;
         for (int64_t chunk = 0; chunk < stop; ++chunk) {
             const Piece &piece = shared.pieces[chunk];
-            if (piece.opens)
-                for (int64_t place = 0; place < block.heads; ++place)
-                    load_state(tensors.initial, sequence_of(block.row, piece),
-                               block.first_head + place, states + place * plan.state_size);
+            if (piece.opens) load_states(tensors.initial, block, piece, states);
             if (!piece.closes)
-                advance(block, &piece, chunk + 1 < stop ? &piece + 1 : nullptr, states, states, own);
+                advance(block, &piece, chunk + 1 < stop ? &piece + 1 : nullptr, states, states,
+                        own);
             if ((chunk + 1) % plan.length == 0)
                 memcpy(kept_state(shared, (chunk + 1) / plan.length, block.row, block.first_head),
                        states, (size_t)size * sizeof(float));
@@ -257,8 +235,7 @@ void Backward::back_through_chunk(const Block &block, const Piece *piece, const 
                                   Own &own) const {
     const Chunk chunk = chunk_of(block.row, *piece);
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
-    const int64_t work =
-        sizes.state_padded() / kPanel * (2 * adjoint.positions + sizes.width);
+    const int64_t work = sizes.state_padded() / kPanel * (2 * adjoint.positions + sizes.width);
     Ahead ahead = look_ahead(block, next, work, true);
     bool opens_group = true;
     for (int64_t place = 0; place < block.heads; ++place) {
@@ -276,8 +253,7 @@ void Backward::back_through_chunk(const Block &block, const Piece *piece, const 
         adjoint.back_to_decay(kept);
         adjoint.write_values(rows(tensors.grad_v, head));
         adjoint.write_decay(tensors.grad_da, head);
-        const bool closes_group =
-            place + 1 == block.heads || sizes.group_of(head + 1) != group;
+        const bool closes_group = place + 1 == block.heads || sizes.group_of(head + 1) != group;
         if (closes_group) {
             adjoint.back_to_group(grad_b, grad_c);
             if (!plan.splits) {
@@ -292,7 +268,7 @@ void Backward::back_through_chunk(const Block &block, const Piece *piece, const 
 void Backward::walk_block(const Task &task, const Block &block, int64_t segment,
                           const Shared &shared, Own &own) const {
     const Piece *pieces = shared.pieces + segment * plan.length;
-    const int64_t count = at_most(plan.length, plan.pieces - segment * plan.length);
+    const int64_t count = smaller(plan.length, plan.pieces - segment * plan.length);
     const int64_t size = block.heads * plan.state_size;
     const bool is_last = segment + 1 == plan.segments;
     const float *entry =
@@ -305,23 +281,15 @@ void Backward::walk_block(const Task &task, const Block &block, int64_t segment,
     const bool first = block.first_head == task.first_head;
     for (int64_t chunk = count - 1; chunk >= 0; --chunk) {
         const Piece &piece = pieces[chunk];
-        const int64_t sequence = sequence_of(block.row, piece);
-        if (piece.closes)
-            for (int64_t place = 0; place < block.heads; ++place)
-                load_state(tensors.grad_final, sequence, block.first_head + place,
-                           own.grad_states + place * plan.state_size);
+        if (piece.closes) load_states(tensors.grad_final, block, piece, own.grad_states);
         float *grad_b = own.grad_b, *grad_c = own.grad_c;
         if (plan.splits) {
-            grad_b = shared.shares +
-                     (task.index * plan.length + chunk) * 2 * plan.rows_size(sizes);
+            grad_b = shared.shares + (task.index * plan.length + chunk) * 2 * plan.rows_size(sizes);
             grad_c = grad_b + plan.rows_size(sizes);
         }
         back_through_chunk(block, &piece, chunk > 0 ? &piece - 1 : nullptr,
                            own.states + chunk * size, grad_b, grad_c, first || !plan.splits, own);
-        if (piece.opens)
-            for (int64_t place = 0; place < block.heads; ++place)
-                store_state(tensors.grad_initial, sequence, block.first_head + place,
-                            own.grad_states + place * plan.state_size);
+        if (piece.opens) store_states(own.grad_states, block, piece, tensors.grad_initial);
     }
     if (segment > 0)
         memcpy(kept_state(shared, segment, block.row, block.first_head), own.grad_states,
@@ -350,7 +318,7 @@ void Backward::write_group(const anymamba_tensor &to, const Chunk &chunk, int64_
 // computed them.
 void Backward::add_shares(int64_t segment, const Shared &shared, int64_t threads) const {
     const int64_t start = segment * plan.length;
-    const int64_t count = at_most(plan.length, plan.pieces - start);
+    const int64_t count = smaller(plan.length, plan.pieces - start);
     const int64_t size = plan.rows_size(sizes);
     parallel_for(sizes.rows * sizes.groups * count, threads, [&](int64_t index, int64_t) {
         const int64_t chunk = index % count, owner = index / count;
@@ -366,32 +334,21 @@ void Backward::add_shares(int64_t segment, const Shared &shared, int64_t threads
     });
 }
 
-// A sequence without tokens hands its state through.
 void Backward::pass_empty_sequences() const {
-    for_sequences(sizes, tensors.borders, [&](int64_t sequence, int64_t start, int64_t stop) {
+    for_sequences(sizes, tensors.borders, [&](int64_t first, int64_t start, int64_t stop) {
         if (start < stop) return;
-        const int64_t copies = sizes.sequences > 0 ? 1 : sizes.rows;
-        for (int64_t row = 0; row < copies; ++row) {
-            for (int64_t head = 0; head < sizes.heads; ++head) {
-                for (int64_t p = 0; p < sizes.width; ++p) {
-                    for (int64_t r = 0; r < sizes.state; ++r) {
-                        const auto place = [&](const anymamba_tensor &of) {
-                            return (sequence + row) * of.stride[0] + head * of.stride[1] +
-                                   p * of.stride[2] + r * of.stride[3];
-                        };
-                        write(tensors.grad_initial, place(tensors.grad_initial),
-                              read(tensors.grad_final, place(tensors.grad_final)));
-                    }
-                }
-            }
-        }
+        const int64_t last = sizes.sequences > 0 ? first : sizes.rows - 1;
+        for (int64_t sequence = first; sequence <= last; ++sequence)
+            for (int64_t head = 0; head < sizes.heads; ++head)
+                copy_state(HeadState(tensors.grad_final, sequence, head), sizes,
+                           HeadState(tensors.grad_initial, sequence, head));
     });
 }
 
 void Backward::run(const anymamba_call &call, const Shared &shared, int64_t per_worker) const {
     const auto own_of = [&](int64_t worker) {
-        Arena arena(shared.workers + worker * per_worker);
-        return Own(arena, sizes, plan);
+        Carver carver{shared.workers + worker * per_worker};
+        return Own(carver, sizes, plan);
     };
     cut_pieces(sizes, tensors.borders, plan.steps, shared.pieces);
     pass_empty_sequences();
@@ -424,12 +381,12 @@ void Backward::run(const anymamba_call &call, const Shared &shared, int64_t per_
 
 int64_t ssd_backward(const anymamba_call &call) {
     const ssd::Backward backward(call);
-    ssd::Arena own(nullptr);
+    Carver own{nullptr};
     ssd::Own(own, backward.sizes, backward.plan);
-    ssd::Arena arena(call.workspace);
-    const ssd::Shared shared(arena, backward.sizes, backward.plan);
-    const int64_t wanted = arena.used() + backward.plan.workers * own.used();
-    if (call.workspace != nullptr) backward.run(call, shared, own.used());
+    Carver carver{static_cast<char *>(call.workspace)};
+    const ssd::Shared shared(carver, backward.sizes, backward.plan);
+    const int64_t wanted = carver.used + backward.plan.workers * own.used;
+    if (call.workspace != nullptr) backward.run(call, shared, own.used);
     return wanted;
 }
 

@@ -3,7 +3,7 @@
 // tensors: v, da, b, c, initial, cu_seqlens or nothing, y, final
 // sizes:   rows, length, rank, heads, width, groups, state, packed sequences or 0, strict
 #include "parallel.h"
-#include "ssd.h"
+#include "ssd_states.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace ssd {
@@ -11,8 +11,8 @@ namespace {
 
 // Positions of a chunk. The work inside a chunk grows with it, the traffic of the state shrinks.
 constexpr int64_t kPositions = kPanel > 16 ? kPanel : 16;
-// Heads that share a task. Heads of one group share C B^T and the copies of B and C; all of them share
-// the pages of memory that a row lies in.
+// Heads that share a task. Heads of one group share C B^T and the copies of B and C; all of them
+// share the pages of memory that a row lies in.
 constexpr int64_t kSharing = 8;
 constexpr int64_t kTasksPerThread = 2;
 
@@ -20,7 +20,14 @@ struct Tensors {
     const anymamba_tensor &v, &da, &b, &c, &initial, &borders, &y, &final_state;
 
     explicit Tensors(const anymamba_tensor *t)
-        : v(t[0]), da(t[1]), b(t[2]), c(t[3]), initial(t[4]), borders(t[5]), y(t[6]), final_state(t[7]) {}
+        : v(t[0]),
+          da(t[1]),
+          b(t[2]),
+          c(t[3]),
+          initial(t[4]),
+          borders(t[5]),
+          y(t[6]),
+          final_state(t[7]) {}
 };
 
 // How the call is cut into tasks: sequence x block of heads x block of panels. No number
@@ -31,43 +38,43 @@ struct Cut {
     int64_t head_blocks, panel_blocks;
 
     Cut(const Sizes &sizes, int64_t threads) {
-        steps = at_least(1, kPositions / sizes.rank);
-        padded = round_up(at_most(steps, sizes.length) * sizes.rank, kPanel);
+        steps = larger(1, kPositions / sizes.rank);
+        padded = round_up(smaller(steps, sizes.length) * sizes.rank, kPanel);
         sequences = sizes.sequences > 0 ? sizes.sequences : sizes.rows;
         const int64_t enough = kTasksPerThread * threads;
-        heads = at_most(sizes.heads, kSharing);
+        heads = smaller(sizes.heads, kSharing);
         panels = sizes.width_panels();
         while (heads > 1 && tasks(sizes) < enough) --heads;
         while (panels > 1 && tasks(sizes) < threads) --panels;
-        head_blocks = parts_of(sizes.heads, heads);
-        panel_blocks = parts_of(sizes.width_panels(), panels);
+        head_blocks = ceil_div(sizes.heads, heads);
+        panel_blocks = ceil_div(sizes.width_panels(), panels);
     }
 
     int64_t tasks(const Sizes &sizes) const {
-        return sequences * parts_of(sizes.heads, heads) * parts_of(sizes.width_panels(), panels);
+        return sequences * ceil_div(sizes.heads, heads) * ceil_div(sizes.width_panels(), panels);
     }
 };
 
 struct Buffers {
-    float *states;   // per head, panels over the width: [panel][state][kPanel]
-    float *b, *c;    // [position][state]
-    float *b_turned; // panels over positions: [panel][state][kPanel]
-    float *pairs;    // C B^T: [position][position]
-    float *weights;  // the same, decayed
+    float *states;       // per head, panels over the width: [panel][state][kPanel]
+    float *b, *c;        // [position][state]
+    float *b_turned;     // panels over positions: [panel][state][kPanel]
+    float *pairs;        // C B^T: [position][position]
+    float *weights;      // the same, decayed
     float *v, *v_faded;  // panels over the width: [panel][position][kPanel]
     Decay decay;
 
-    Buffers(Arena &arena, const Sizes &sizes, const Cut &cut) {
+    Buffers(Carver &carver, const Sizes &sizes, const Cut &cut) {
         const int64_t stride = sizes.state_padded();
-        states = arena.take(cut.heads * cut.panels * sizes.state * kPanel);
-        b = arena.take(cut.padded * stride);
-        c = arena.take(cut.padded * stride);
-        b_turned = arena.take(cut.padded * stride);
-        pairs = arena.take(cut.padded * cut.padded);
-        weights = arena.take(cut.padded * cut.padded);
-        v = arena.take(cut.panels * cut.padded * kPanel);
-        v_faded = arena.take(cut.panels * cut.padded * kPanel);
-        decay.lay_out(arena, cut.padded);
+        states = carver.floats(cut.heads * cut.panels * sizes.state * kPanel);
+        b = carver.floats(cut.padded * stride);
+        c = carver.floats(cut.padded * stride);
+        b_turned = carver.floats(cut.padded * stride);
+        pairs = carver.floats(cut.padded * cut.padded);
+        weights = carver.floats(cut.padded * cut.padded);
+        v = carver.floats(cut.panels * cut.padded * kPanel);
+        v_faded = carver.floats(cut.panels * cut.padded * kPanel);
+        decay.lay_out(carver, cut.padded);
     }
 };
 
@@ -91,17 +98,15 @@ struct Forward {
     void weigh(const Task &task, const Chunk &chunk, int64_t head, Buffers &buffers) const;
     void advance(const Task &task, const Chunk &chunk, int64_t place, const Buffers &buffers,
                  Ahead &ahead) const;
-    void load_state(const Task &task, int64_t head, float *state) const;
-    void store_state(const Task &task, int64_t head, const float *state) const;
 };
 
 Task Forward::task_of(int64_t index) const {
     Task task;
     task.first_panel = index % cut.panel_blocks * cut.panels;
-    task.panels = at_most(cut.panels, sizes.width_panels() - task.first_panel);
+    task.panels = smaller(cut.panels, sizes.width_panels() - task.first_panel);
     index /= cut.panel_blocks;
     task.first_head = index % cut.head_blocks * cut.heads;
-    task.heads = at_most(cut.heads, sizes.heads - task.first_head);
+    task.heads = smaller(cut.heads, sizes.heads - task.first_head);
     task.sequence = index / cut.head_blocks;
     if (sizes.sequences > 0) {
         const int64_t *borders = static_cast<const int64_t *>(tensors.borders.data);
@@ -116,66 +121,12 @@ Task Forward::task_of(int64_t index) const {
     return task;
 }
 
-// The tensor has the width outside and the state inside; the kernel keeps them the other way round,
-// in panels. body(column of the width, state, place in the panels) for blocks of kWidth x kWidth.
-template <class Body>
-ANYMAMBA_INLINE void for_blocks(const Sizes &sizes, const Task &task, const Body &body) {
-    for (int64_t column = 0; column < task.panels * kPanel; column += kWidth) {
-        const int64_t panel = column / kPanel * sizes.state * kPanel + column % kPanel;
-        for (int64_t r = 0; r < sizes.state; r += kWidth)
-            body(task.first_panel * kPanel + column, r, panel + r * kPanel);
-    }
-}
-
-ANYMAMBA_INLINE bool is_plain(const anymamba_tensor &state) {
-    return state.dtype == ANYMAMBA_FLOAT32 && state.stride[3] == 1;
-}
-
-void Forward::load_state(const Task &task, int64_t head, float *state) const {
-    const anymamba_tensor &from = tensors.initial;
-    const int64_t first = task.sequence * from.stride[0] + head * from.stride[1];
-    for_blocks(sizes, task, [&](int64_t p, int64_t r, int64_t at) {
-        const int64_t place = first + p * from.stride[2] + r * from.stride[3];
-        const int64_t rows = at_most(kWidth, sizes.state - r);
-        const int64_t columns = at_least(0, at_most(kWidth, sizes.width - p));
-        if (rows == kWidth && columns == kWidth && is_plain(from)) {
-            transpose_block(static_cast<const float *>(from.data) + place, from.stride[2],
-                            state + at, kPanel);
-            return;
-        }
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t column = 0; column < kWidth; ++column)
-                state[at + row * kPanel + column] =
-                    column < columns
-                        ? read(from, place + column * from.stride[2] + row * from.stride[3])
-                        : 0.0f;
-    });
-}
-
-void Forward::store_state(const Task &task, int64_t head, const float *state) const {
-    const anymamba_tensor &to = tensors.final_state;
-    const int64_t first = task.sequence * to.stride[0] + head * to.stride[1];
-    for_blocks(sizes, task, [&](int64_t p, int64_t r, int64_t at) {
-        const int64_t place = first + p * to.stride[2] + r * to.stride[3];
-        const int64_t rows = at_most(kWidth, sizes.state - r);
-        const int64_t columns = at_least(0, at_most(kWidth, sizes.width - p));
-        if (rows == kWidth && columns == kWidth && is_plain(to)) {
-            transpose_block(state + at, kPanel, static_cast<float *>(to.data) + place, to.stride[2]);
-            return;
-        }
-        for (int64_t column = 0; column < columns; ++column)
-            for (int64_t row = 0; row < rows; ++row)
-                write(to, place + column * to.stride[2] + row * to.stride[3],
-                      state[at + row * kPanel + column]);
-    });
-}
-
 // What all heads of the group use: B, C, and C B^T where a source is not later than its target.
 void Forward::share_group(int64_t group, const Chunk &chunk, const Buffers &buffers) const {
     const int64_t positions = chunk.steps * sizes.rank, stride = sizes.state_padded();
     const int64_t padded = round_up(positions, kPanel);
-    copy_rows(Rows(tensors.b, chunk, sizes.rank, group), positions, padded, sizes.state,
-              buffers.b, stride);
+    copy_rows(Rows(tensors.b, chunk, sizes.rank, group), positions, padded, sizes.state, buffers.b,
+              stride);
     copy_rows(Rows(tensors.c, chunk, sizes.rank, group), positions, positions, sizes.state,
               buffers.c, stride);
     transpose_to_panels(buffers.b, padded, stride, buffers.b_turned);
@@ -207,14 +158,14 @@ void Forward::weigh(const Task &task, const Chunk &chunk, int64_t head, Buffers 
     }
     const Rows rows(tensors.v, chunk, sizes.rank, head);
     const int64_t first = task.first_panel * kPanel, all = task.panels * kPanel;
-    const int64_t columns = at_most(all, sizes.width - first);
+    const int64_t columns = smaller(all, sizes.width - first);
     for (int64_t position = 0; position < positions; ++position) {
         const auto put = [&](int64_t column, Vec x) {
             const int64_t at = (column / kPanel * cut.padded + position) * kPanel + column % kPanel;
             store(buffers.v + at, x);
             store(buffers.v_faded + at, x * decay.fade[position]);
         };
-        read_row(*rows.tensor, rows.at(position) + first, columns, put);
+        visit_row(*rows.tensor, rows.at(position) + first, columns, put);
         for (int64_t column = round_up(columns, kWidth); column < all; column += kWidth)
             put(column, Vec{});
     }
@@ -254,7 +205,7 @@ void Forward::advance(const Task &task, const Chunk &chunk, int64_t place, const
 }
 
 Ahead Forward::look_ahead(const Task &task, int64_t start) const {
-    const int64_t steps = at_least(0, at_most(cut.steps, task.stop - start));
+    const int64_t steps = larger(0, smaller(cut.steps, task.stop - start));
     const Chunk next{task.row, start, steps};
     Ahead ahead(steps * sizes.rank, task.heads * task.panels * sizes.state);
     const int64_t first = sizes.group_of(task.first_head);
@@ -267,22 +218,27 @@ Ahead Forward::look_ahead(const Task &task, int64_t start) const {
 }
 
 void Forward::run(const Task &task, Buffers &buffers) const {
-    const int64_t state_size = cut.panels * sizes.state * kPanel;
-    for (int64_t place = 0; place < task.heads; ++place)
-        load_state(task, task.first_head + place, buffers.states + place * state_size);
+    const auto state_of = [&](int64_t place) {
+        return buffers.states + place * cut.panels * sizes.state * kPanel;
+    };
+    for (int64_t place = 0; place < task.heads; ++place) {
+        const HeadState from(tensors.initial, task.sequence, task.first_head + place);
+        load_by_width(from, sizes, task.first_panel, task.panels, state_of(place));
+    }
     for (int64_t start = task.start; start < task.stop; start += cut.steps) {
-        const Chunk chunk{task.row, start, at_most(cut.steps, task.stop - start)};
+        const Chunk chunk{task.row, start, smaller(cut.steps, task.stop - start)};
         Ahead ahead = look_ahead(task, start + cut.steps);
         for (int64_t place = 0; place < task.heads; ++place) {
-            const int64_t group = sizes.group_of(task.first_head + place);
-            if (place == 0 || group != sizes.group_of(task.first_head + place - 1))
-                share_group(group, chunk, buffers);
-            weigh(task, chunk, task.first_head + place, buffers);
+            const int64_t head = task.first_head + place, group = sizes.group_of(head);
+            if (place == 0 || group != sizes.group_of(head - 1)) share_group(group, chunk, buffers);
+            weigh(task, chunk, head, buffers);
             advance(task, chunk, place, buffers, ahead);
         }
     }
-    for (int64_t place = 0; place < task.heads; ++place)
-        store_state(task, task.first_head + place, buffers.states + place * state_size);
+    for (int64_t place = 0; place < task.heads; ++place) {
+        const HeadState to(tensors.final_state, task.sequence, task.first_head + place);
+        store_by_width(state_of(place), sizes, task.first_panel, task.panels, to);
+    }
 }
 
 }  // namespace
@@ -291,14 +247,14 @@ void Forward::run(const Task &task, Buffers &buffers) const {
 int64_t ssd_forward(const anymamba_call &call) {
     const ssd::Forward forward(call);
     const int64_t tasks = forward.cut.tasks(forward.sizes);
-    ssd::Arena size(nullptr);
+    Carver size{nullptr};
     ssd::Buffers(size, forward.sizes, forward.cut);
-    const int64_t per_worker = size.used();
-    const int64_t wanted = per_worker * ssd::at_most(call.threads, tasks);
+    const int64_t per_worker = size.used;
+    const int64_t wanted = per_worker * smaller(call.threads, tasks);
     if (call.workspace == nullptr) return wanted;
     parallel_for(tasks, call.threads, [&](int64_t task, int64_t worker) {
-        ssd::Arena arena(static_cast<char *>(call.workspace) + worker * per_worker);
-        ssd::Buffers buffers(arena, forward.sizes, forward.cut);
+        Carver carver{static_cast<char *>(call.workspace) + worker * per_worker};
+        ssd::Buffers buffers(carver, forward.sizes, forward.cut);
         forward.run(forward.task_of(task), buffers);
     });
     return wanted;

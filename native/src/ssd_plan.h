@@ -9,8 +9,8 @@ namespace anymamba::ANYMAMBA_VARIANT::ssd {
 // One chunk of a row, in the order of time.
 struct Piece {
     int64_t start, steps;
-    int64_t sequence;     // in a packed row; 0 otherwise
-    bool opens, closes;   // whether its sequence begins or ends with it
+    int64_t sequence;    // in a packed row; 0 otherwise
+    bool opens, closes;  // whether its sequence begins or ends with it
 };
 
 // body(sequence, start, stop) for every sequence of a row.
@@ -29,7 +29,7 @@ ANYMAMBA_INLINE void for_sequences(const Sizes &sizes, const anymamba_tensor &bo
 inline int64_t count_pieces(const Sizes &sizes, const anymamba_tensor &borders, int64_t steps) {
     int64_t count = 0;
     for_sequences(sizes, borders, [&](int64_t, int64_t start, int64_t stop) {
-        count += parts_of(stop - start, steps);
+        count += ceil_div(stop - start, steps);
     });
     return count;
 }
@@ -38,7 +38,7 @@ inline void cut_pieces(const Sizes &sizes, const anymamba_tensor &borders, int64
                        Piece *pieces) {
     for_sequences(sizes, borders, [&](int64_t sequence, int64_t start, int64_t stop) {
         for (int64_t at = start; at < stop; at += steps)
-            *pieces++ = {at, at_most(steps, stop - at), sequence, at == start, at + steps >= stop};
+            *pieces++ = {at, smaller(steps, stop - at), sequence, at == start, at + steps >= stop};
     });
 }
 
@@ -56,10 +56,10 @@ struct Plan {
     // Whether a group is split over tasks, whose shares of the gradients of B and C are then added;
     // if not, a task has whole groups.
     bool splits;
-    int64_t parts;         // tasks per group when split, else tasks per row
-    int64_t sharing;       // heads that a task walks at once
+    int64_t parts;    // tasks per group when split, else tasks per row
+    int64_t sharing;  // heads that a task walks at once
     int64_t tasks, workers;
-    int64_t state_size;    // numbers of one head's state, in panels over the state axis
+    int64_t state_size;  // numbers of one head's state, in panels over the state axis
 
     Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t threads);
 
@@ -83,37 +83,37 @@ inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t wanted,
     const int64_t group = sizes.heads / sizes.groups;
     splits = group > most;
     if (splits) {
-        parts = at_most(group, parts_of(wanted, at_least(1, sizes.rows * sizes.groups)));
-        sharing = at_most(most, parts_of(group, parts));
+        parts = smaller(group, ceil_div(wanted, larger(1, sizes.rows * sizes.groups)));
+        sharing = smaller(most, ceil_div(group, parts));
         tasks = sizes.rows * sizes.groups * parts;
     } else {
         sharing = most / group * group;
-        parts = parts_of(sizes.heads, sharing);
+        parts = ceil_div(sizes.heads, sharing);
         tasks = sizes.rows * parts;
     }
-    workers = at_most(threads, tasks);
+    workers = smaller(threads, tasks);
 }
 
 // As few segments as fit two fifths of the inputs, because each one more repeats more of the pass
 // over the states; then as many heads at once as fit. If nothing fits, the least memory.
 inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t threads) {
     const int64_t group = sizes.heads / sizes.groups;
-    steps = at_least(1, (group == 1 ? kAlone : kTogether) / sizes.rank);
-    padded = round_up(at_most(steps, sizes.length) * sizes.rank, kPanel);
+    steps = larger(1, (group == 1 ? kAlone : kTogether) / sizes.rank);
+    padded = round_up(smaller(steps, sizes.length) * sizes.rank, kPanel);
     pieces = count_pieces(sizes, borders, steps);
     state_size = sizes.width * sizes.state_padded();
     const int64_t tokens = sizes.rows * sizes.length * sizes.rank;
     const int64_t inputs = tokens * (sizes.heads * sizes.width + 2 * sizes.groups * sizes.state);
     const auto choose = [&](int64_t count, int64_t wanted, int64_t heads) {
-        length = at_least(1, parts_of(pieces, count));
-        segments = at_least(1, parts_of(pieces, length));
+        length = larger(1, ceil_div(pieces, count));
+        segments = larger(1, ceil_div(pieces, length));
         cut_heads(sizes, threads, wanted, heads);
     };
     int64_t least = -1, best_count = 1, best_wanted = threads, best_heads = 1;
     for (int64_t wanted = kBackwardTasksPerThread * threads; wanted >= threads; wanted -= threads) {
-        const int64_t share = at_least(1, sizes.rows * sizes.heads / wanted);
-        const int64_t most = at_most(kBackwardSharing, share);
-        for (int64_t count = 1; count <= pieces; count += parts_of(count, 4)) {
+        const int64_t share = larger(1, sizes.rows * sizes.heads / wanted);
+        const int64_t most = smaller(kBackwardSharing, share);
+        for (int64_t count = 1; count <= pieces; count += ceil_div(count, 4)) {
             for (int64_t heads = most; 2 * heads >= most; --heads) {
                 choose(count, wanted, heads);
                 const int64_t size = numbers(sizes);
