@@ -5,6 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 # torch warns on import where NumPy is absent; nothing here needs NumPy.
 RUN := $(BIN)/python -W 'ignore:Failed to initialize NumPy'
+# One worker per core and one thread per worker: two pools of threads on one core only wait.
+TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 4 --dist worksteal \
+	--doctest-modules src tests
 SOURCES := src tests tools
 KERNELS := $(wildcard native/*.h native/*.txt native/src/*)
 
@@ -28,10 +31,10 @@ demo: $(STAMP) ## see the library at work
 	$(RUN) -m anymamba demo
 
 test: $(STAMP) ## run the tests and the examples in docstrings, without the slow ones
-	$(RUN) -m pytest -q -m "not slow" --doctest-modules src tests
+	$(TEST) -m "not slow"
 
 test-all: $(STAMP) ## run every test
-	$(RUN) -m pytest -q --doctest-modules src tests
+	$(TEST)
 
 test-native: $(STAMP) ## run the kernels under sanitizers and compile them for Arm
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[native]'
