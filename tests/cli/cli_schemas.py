@@ -110,6 +110,7 @@ SPEECH = {
 }
 FIGURE = record(name=TEXT, seconds=POSITIVE, intermediates=COUNT, inputs=COUNT)
 COUNTS = {"parameters": COUNT, "bytes": COUNT, "state_bytes": COUNT, "flops": COUNT}
+PART = record(name=TEXT, kind=TEXT, **COUNTS, passes=COUNT)
 ACTIVATION = record(
     perplexity=table(NUMBER), best=TEXT, is_decisive={"type": "boolean"}, configured=TEXT
 )
@@ -168,7 +169,7 @@ SCHEMAS = {
         "inspect",
         model=TEXT,
         config=table(ANY),
-        count=record(**COUNTS, length=COUNT, parts=array(record(name=TEXT, kind=TEXT, **COUNTS))),
+        count=record(**COUNTS, length=COUNT, parts=array(PART)),
         seconds=table(POSITIVE),
         timed_tokens=COUNT,
         activation={"anyOf": [{"type": "null"}, ACTIVATION]},

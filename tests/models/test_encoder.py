@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from anymamba.errors import ConfigError, ShapeError
 from anymamba.io import load_model
-from anymamba.models import Encoder, EncoderConfig, mask_tokens
+from anymamba.models import Encoder, EncoderConfig, mask_tokens, verify
 from anymamba.nn import BidirectionalConfig, Marker, RegisterConfig
 from laws import assert_same, randn
 
@@ -201,3 +201,9 @@ def test_mistakes_in_calls_are_refused():
         encoder_of("embedding").loss(IDS, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match="rate"):
         mask_tokens(IDS, mask_id=1, vocab_size=4, rate=0.0)
+
+
+def test_an_encoder_says_why_it_cannot_be_verified():
+    """It has one way to run, from both ends."""
+    with pytest.raises(ConfigError, match="both ends"):
+        verify(encoder_of("masked"))  # pyright: ignore[reportArgumentType]

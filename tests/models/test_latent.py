@@ -1,6 +1,7 @@
 """Laws of models on continuous inputs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from anymamba.errors import BackendError, CheckpointError, ConfigError, PackingError, ShapeError
+from anymamba.errors import (
+    BackendError,
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    PackingError,
+    ShapeError,
+)
 from anymamba.io import load_model, load_pretrained, load_state, save_state
 from anymamba.models import LatentConfig, LatentModel, verify
 from anymamba.nn import (
@@ -152,6 +160,45 @@ def test_an_end_register_is_a_class_token():
     assert_same(net(x).detach(), net.prefill(x[:, 3:], cache).y.detach())
 
 
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_prime_goes_through_the_head(final_norm: bool):
+    """Before any input is known a prime says what the whole says at the start register's place."""
+    registers = RegisterConfig(stack=[Marker.start(), Marker.custom(2)], layers={1: [Marker.end()]})
+    stack = StackConfig(
+        d_model=8, n_layer=2, ssm_cfg=MAMBA3, registers=registers, final_norm=final_norm
+    )
+    net, x = net_of(stack=stack), randn(2, 3, 3, seed=7)
+    whole = net(x)
+    assert ("norm_f" in net.stack._modules) is final_norm
+    y, cache = net.prime(2, length=3)
+    assert y is not None
+    assert_same(whole[:, 0].detach(), y.detach())
+    assert net.prime(2, cache)[0] is None
+    found = []
+    for x_now in x.unbind(1):
+        y, cache = net.step(x_now, cache)
+        found.append(y)
+    # Start, u0, u1, custom, u2, end: steps answer with their last row.
+    assert_same(whole[:, [1, 2, 5]].detach(), torch.stack(found, 1).detach())
+
+
+def test_a_row_before_the_projection_is_a_register_behind_it():
+    """The projection of any class token is a register, so none is offered before it."""
+    net, x, row = net_of(), randn(2, 4, 3, seed=7), randn(1, 3, seed=8)
+    registers = RegisterConfig(stack=[Marker.custom(1)])
+    marked = net_of(stack=replace(net.config.stack, registers=registers))
+    table = {"stack.registers.table": net.in_proj(row)}
+    marked.load_state_dict({**net.state_dict(), **table})
+    longer = torch.cat([x[:, :1], row.expand(2, 1, 3), x[:, 1:]], 1)
+    assert_same(net(longer).detach(), marked(x).detach())
+
+
+def test_states_of_another_family_are_refused():
+    """A cache belongs to the family that made it."""
+    with pytest.raises(CacheError, match="must be a Mamba3"):
+        net_of().step(randn(2, 3, seed=9), net_of("mamba1").empty_cache(2))
+
+
 def test_packed_equals_alone():
     """Packed and labelled sequences do not see each other."""
     net, x = net_of(), randn(1, 7, 3, seed=8)
@@ -267,11 +314,11 @@ def test_verify_finds_a_broken_model(monkeypatch: pytest.MonkeyPatch):
 
 def test_verify_refuses_what_has_one_way_only():
     """A bidirectional model, and one with registers, say why there is nothing to compare."""
-    with pytest.raises(BackendError, match="both ends"):
+    with pytest.raises(ConfigError, match="both ends"):
         verify(net_of(stack=both_ways()))
     registers = RegisterConfig(stack=[Marker.start()])
     stack = StackConfig(d_model=8, n_layer=1, ssm_cfg=MAMBA3, registers=registers)
-    with pytest.raises(BackendError, match="registers"):
+    with pytest.raises(ConfigError, match="registers"):
         verify(net_of(stack=stack))
 
 

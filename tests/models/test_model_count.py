@@ -4,8 +4,28 @@ import pytest
 import torch
 
 from anymamba.errors import ConfigError
-from anymamba.models import PRESETS, MambaConfig, MambaLM, count_model, preset
-from anymamba.nn import flops_per_token
+from anymamba.models import (
+    PRESETS,
+    Encoder,
+    EncoderConfig,
+    LatentConfig,
+    LatentModel,
+    MambaConfig,
+    MambaLM,
+    count_model,
+    preset,
+)
+from anymamba.nn import (
+    BidirectionalConfig,
+    Mamba3,
+    Marker,
+    MultiGate,
+    RegisterConfig,
+    ResidualConfig,
+    StackConfig,
+    VirtualLayers,
+    flops_per_token,
+)
 
 PUBLISHED = {
     "mamba-130m": 129_135_360,
@@ -22,6 +42,86 @@ HYBRID = {
     "attn_layer_idx": [1],
     "attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "head_dim": 4, "causal": True, "d_conv": 3},
 }
+
+
+MAMBA3 = {"layer": "Mamba3", "d_state": 8, "headdim": 8}
+STACK = {
+    "d_model": 16,
+    "ssm_cfg": MAMBA3,
+    "d_intermediate": 8,
+    "final_norm": True,
+    "residual": ResidualConfig(multi_gate=MultiGate(n_stream=2, per_virtual=False)),
+}
+CAUSAL = StackConfig(
+    n_layer=2,
+    virtual=VirtualLayers(5, "stretched"),
+    registers=RegisterConfig(stack=[Marker.start()], layers={1: [Marker.end(), Marker.middle()]}),
+    **STACK,
+)
+PAIRED = BidirectionalConfig(
+    n_layer=4,
+    virtual=VirtualLayers(10, "strided_cyclic"),
+    merge="cat_linear",
+    registers=RegisterConfig(stack=[Marker.start()]),
+    **STACK,
+)
+COMPOSED = {
+    "latent": lambda: LatentModel(LatentConfig(d_input=3, d_output=2, stack=CAUSAL)),
+    "paired": lambda: LatentModel(LatentConfig(d_input=3, d_output=2, stack=PAIRED)),
+    "embedding": lambda: Encoder(EncoderConfig(vocab_size=32, stack=PAIRED)),
+    "classes": lambda: Encoder(EncoderConfig(vocab_size=32, stack=PAIRED, n_classes=3)),
+    "masked": lambda: Encoder(EncoderConfig(vocab_size=32, stack=PAIRED, head="masked")),
+    "lm": lambda: MambaLM(
+        MambaConfig(
+            d_model=16,
+            n_layer=2,
+            vocab_size=32,
+            ssm_cfg=MAMBA3,
+            virtual=VirtualLayers(5),
+            residual=ResidualConfig(multi_gate=MultiGate(n_stream=2)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_parts_of_composed_models_make_up_the_whole(name):
+    """Gates, registers, merges and heads are counted; each part is there once, by its own name."""
+    model = COMPOSED[name]()
+    count = count_model(model, length=10)
+    assert count.parameters == sum(x.numel() for x in model.parameters())
+    assert len({part.name for part in count.parts}) == len(count.parts)
+    for part in count.parts:
+        assert model.get_submodule(part.name.partition(" ")[0]) is not None
+    # One int64 for the position; a bidirectional model has no state.
+    state = model.empty_cache(1).nbytes - 8 if name in ("latent", "lm") else 0
+    assert count.state_bytes == state
+
+
+def test_virtual_layers_cost_a_pass_each():
+    """Weights count once, passes by the schedule: the FLOP of five layers."""
+    kinds = count_model(COMPOSED["latent"](), length=10).by_kind()
+    mixer = flops_per_token(Mamba3(16, d_state=8, headdim=8))
+    assert kinds["Mamba3"][0] == 2
+    assert kinds["Mamba3"][1].passes == 5
+    assert kinds["Mamba3"][1].flops == 5 * mixer
+    assert kinds["gates"][1].passes == 5
+    assert kinds["norm"][1].passes == 5 + 5 + 1
+    assert kinds["head"][1].flops == 2 * 16 * 2
+    kinds = count_model(COMPOSED["classes"](), length=10).by_kind()
+    assert kinds["Mamba3"][1].passes == 10
+    assert kinds["Mamba3"][1].flops == 10 * mixer
+    assert kinds["merge"][1].flops == 5 * 2 * 32 * 16
+    assert kinds["GatedMLP"][1].passes == 5
+    # Read once, by a sequence of ten: 2 * 16 * 3 / 10, rounded up.
+    assert kinds["head"][1].flops == 10
+    assert count_model(COMPOSED["masked"]()).by_kind()["head"][1].flops == 2 * 16 * 32
+
+
+def test_what_is_no_model_is_refused():
+    """A block is counted by other functions, which are named."""
+    with pytest.raises(ConfigError, match=r"got Mamba3\. For one block use"):
+        count_model(Mamba3(16, d_state=8, headdim=8))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

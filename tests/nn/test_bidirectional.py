@@ -117,6 +117,16 @@ def test_a_pair_is_two_layers_one_of_them_reversed(name: str):
     assert_same(x_bsd + merged, stack(x_bsd))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_running_twice_gives_the_same_bits(name: str):
+    """Nothing is remembered from call to call, and registers lengthen the sequence as announced."""
+    stack, x_bsd = stack_of(name), randn(2, 5, 8, seed=4)
+    y_bsd = stack(x_bsd)
+    assert torch.equal(y_bsd, stack(x_bsd))
+    added = len(MARKERS) if name == "registers" else 0
+    assert y_bsd.shape == (2, 5 + added, 8)
+
+
 def test_every_place_sees_both_sides():
     """The output at any place depends on the input at every place."""
     stack = stack_of("Mamba3")

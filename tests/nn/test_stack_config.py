@@ -1,6 +1,7 @@
 """Stack configs: two ways to list layers, JSON and back, mistakes refused with a hint."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from anymamba.nn import (
     StackConfig,
     VirtualLayers,
 )
+from laws import assert_same
 
 EVERYTHING = StackConfig(
     d_model=8,
@@ -64,7 +66,7 @@ def test_layers_can_be_listed_or_counted():
         ({"d_modle": 8}, "unknown key 'd_modle'. Did you mean 'd_model'"),
         ({"n_layer": None}, "give n_layer or layers"),
         ({"layers": ["Mamba1"]}, "give n_layer or layers"),
-        ({"n_layer": 0}, "n_layer must be positive"),
+        ({"n_layer": 0}, "n_layer must lie in 1..65536; got 0"),
         ({"n_layer": None, "layers": []}, "there must be a layer"),
         ({"n_layer": None, "layers": ["Mamba"]}, "got 'Mamba'. Did you mean 'Mamba"),
         ({"n_layer": None, "layers": [{"d_state": 4}]}, "must have a 'layer'"),
@@ -91,6 +93,16 @@ COMPOSED = MambaConfig(
     virtual=VirtualLayers(4, "stretched"),
     residual=ResidualConfig(multi_gate=MultiGate(n_stream=2)),
     grad_horizon=2,
+)
+COMPOSED_ATTENTION = MambaConfig(
+    d_model=8,
+    n_layer=3,
+    vocab_size=16,
+    ssm_cfg=FAMILIES["mamba2"],
+    attn_layer_idx=[1],
+    attn_cfg=ATTENTION,
+    residual=ResidualConfig(skip_last=True),
+    grad_horizon=1,
 )
 
 
@@ -136,3 +148,49 @@ def test_a_language_model_config_survives_json():
     for name in ("virtual", "residual", "grad_horizon"):
         assert getattr(again.stack, name) == getattr(COMPOSED, name)
     assert not {"virtual", "residual", "grad_horizon"} & MambaConfig().to_dict().keys()
+
+
+def test_layers_are_spelled_out_once():
+    """Asking again costs nothing, and layers that are given alike are one object."""
+    deep = config("mamba2", real=4000, virtual=VirtualLayers(8000), attn_layer_idx=[5])
+    assert deep.specs is deep.specs
+    assert deep.schedule is deep.schedule
+    assert deep.gate_names is deep.gate_names
+    assert len({id(spec) for spec in deep.specs}) == 2
+    assert replace(deep, n_layer=3000).schedule != deep.schedule
+    with pytest.raises(ConfigError, match=r"n_layer must lie in 1..65536; got 1000000000"):
+        config(real=10**9)
+
+
+@pytest.mark.parametrize("given", [COMPOSED, COMPOSED_ATTENTION], ids=["gates", "attention"])
+def test_a_composed_language_model_survives_its_files(given, tmp_path):
+    """Config, weights and frozen parameters come back as they were."""
+    torch.manual_seed(0)
+    lm = MambaLM(given)
+    lm.save_pretrained(tmp_path)
+    again = MambaLM.from_pretrained(tmp_path)
+    assert again.config.to_dict() == lm.config.to_dict()
+    frozen = [{n for n, w in x.named_parameters() if not w.requires_grad} for x in (lm, again)]
+    assert frozen[0] == frozen[1]
+    ids_bs = torch.tensor([[1, 2, 3]])
+    assert torch.equal(lm(ids_bs), again(ids_bs))
+
+
+def test_a_language_model_says_why_it_has_no_registers():
+    """Registers have no token to predict; the message names what does the same."""
+    with pytest.raises(ConfigError, match=r"registers.*a token of the vocabulary"):
+        MambaConfig.from_dict({**COMPOSED.to_dict(), "registers": {"stack": [{"kind": "start"}]}})
+
+
+def test_a_spare_token_is_a_register():
+    """What a start register says, a token of the vocabulary in its place says too."""
+    torch.manual_seed(0)
+    lm = MambaLM(replace(COMPOSED, grad_horizon=None), dtype=torch.float64)
+    marked = replace(lm.config.stack, registers=RegisterConfig(stack=[Marker.start()]))
+    stack = Stack(marked, dtype=torch.float64)
+    weights = {n: w for n, w in lm.backbone.state_dict().items() if not n.startswith("embedding")}
+    table_rd = lm.backbone.embedding.weight[15:]
+    stack.load_state_dict({**weights, "registers.table": table_rd})
+    ids_bs = torch.tensor([[3, 1, 4]])
+    with_token = lm.backbone(lm.backbone.embedding(torch.tensor([[15, 3, 1, 4]])))
+    assert_same(with_token.detach(), stack(lm.backbone.embedding(ids_bs)).detach())

@@ -5,6 +5,7 @@ import torch
 from stack_cases import GATES, assert_agree, build, config, inputs, outcome, whole
 from torch import Tensor
 
+from anymamba.bench import peak_bytes
 from anymamba.errors import ConfigError
 from anymamba.nn import (
     Marker,
@@ -221,3 +222,19 @@ def test_the_graph_does_not_grow_with_depth(kind):
             stack(inputs(2, 5))
         saved.append(sum(kept))
     assert saved[0] == saved[1] > 0
+
+
+@pytest.mark.parametrize("kind", ["add", "gates"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_forward_keeps_no_state(kind, trains):
+    """The peak of a forward is the same for 8 and for 32 virtual layers: states are dropped."""
+    wide = {"layer": "Mamba3", "d_state": 256, "headdim": 16, "expand": 8}
+    peaks = []
+    for virtual in (8, 32):
+        options = {"residual": KINDS[kind], "virtual": VirtualLayers(virtual), "ssm_cfg": wide}
+        stack = build(config(grad_horizon=2, **options), dtype=torch.float32)
+        x_bsd = inputs(4, 4, dtype=torch.float32).requires_grad_(trains)
+        state = stack.empty_cache(4).layers[0].nbytes
+        with torch.set_grad_enabled(trains):
+            peaks.append(peak_bytes(lambda stack=stack, x_bsd=x_bsd: stack(x_bsd)))
+    assert peaks[1] - peaks[0] < state

@@ -122,6 +122,40 @@ def last_of_each(stack, x_bsd, cache):
     return stepwise(x_bsd.shape[1])(stack, x_bsd, cache)
 
 
+def test_levels_stand_in_front_of_each_other():
+    """A start of each of three levels: the upper ones first; one prime runs them all."""
+    nested = RegisterConfig(stack=[S], layers={0: [S], 1: [S]})
+    stack = build(config(registers=nested))
+    tables = [stack.layer_registers["1"], stack.layer_registers["0"], stack.registers]
+    with torch.no_grad():
+        for layer in stack.layers:
+            layer.mixer.out_proj.weight.zero_()
+    x_bsd = inputs(1, 2)
+    # Silent layers hand every row on, so the rows that come out are those that went in.
+    expected = torch.cat([*(level.table for level in tables), x_bsd[0]])
+    assert_same(expected.detach(), stack(x_bsd)[0].detach())
+    y_bd, cache = stack.prime(1, length=2)
+    assert_same(stack.registers.table.detach(), y_bd.detach())
+    assert cache.cursor.offsets == (1, 2, 3)
+    assert stack.prime(1, cache) == (None, cache)
+    _, cache = stack.prefill(x_bsd, cache)
+    assert cache.cursor.offsets == (3, 4, 5)
+
+
+@pytest.mark.parametrize("kind", ["add", "gates", "horizon"])
+def test_a_stream_may_run_past_its_announced_end(kind):
+    """Seven tokens where four were announced: the same rows and states however they are cut."""
+    levels = RegisterConfig(stack=[S, E, C(4)], layers={1: [M, E]})
+    stack = build(config(registers=levels, **KINDS[kind]))
+    x_bsd = inputs(2, 7)
+    expected = outcome(stack, in_pieces(7, length=4), x_bsd)
+    for way in (in_pieces(4, 3, length=4), in_pieces(2, 3, 2, length=4)):
+        assert_agree(expected, outcome(stack, way, x_bsd))
+    last = outcome(stack, stepwise(4), x_bsd)
+    assert_same(expected.values["y"][:, -1], last.values["y"][:, -1])
+    assert expected.counts == last.counts
+
+
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_equals_pieces(kind, levels):

@@ -52,8 +52,9 @@ def test_as_many_virtual_layers_as_real_ones_are_the_real_ones():
         ([0, 1, 0, 1, 0, 1], 4, 2, "got 6"),
         ([0, 1, 2, 0], 4, 2, r"must lie in 0..1; got 2"),
         ([0, 0, 0, 0], 4, 2, r"every layer must be used.*leave out \[1\]"),
-        ([0], 0, 1, "virtual must be a positive number"),
-        ([0, 0], 2, 0, "real must be a positive number"),
+        ([0], 0, 1, r"virtual must be a whole number in 1..65536; got 0"),
+        ([0, 0], 2, 0, r"real must be a whole number in 1..65536; got 0"),
+        ("cyclic", 2 * 10**9, 1, "virtual must be a whole number"),
     ],
 )
 def test_mistakes_are_refused(make, schedule, virtual, real, message):
@@ -76,3 +77,10 @@ def test_bidirectional_layers_come_in_pairs():
         make_bidirectional_schedule("symmetric_cyclic", 5, 2)
     with pytest.raises(ConfigError, match="at least 2 real layers"):
         make_bidirectional_schedule("strided_cyclic", 4, 1)
+
+
+@pytest.mark.parametrize("count", [0, 10**9, 65537, 2.0, "8"])
+def test_a_number_of_layers_that_no_machine_holds_is_refused(count):
+    """A count is checked before anything of that size is made."""
+    with pytest.raises(ConfigError, match=r"count must be a whole number in 1..65536; got"):
+        VirtualLayers(count)

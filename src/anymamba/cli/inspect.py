@@ -1,6 +1,5 @@
 """`anymamba inspect MODEL`: what it is made of, what it costs, where the time goes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,17 +8,19 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import arg
 
-from anymamba.cli.options import ModelOptions
+from anymamba.cli.any_model import AnyModelOptions
+from anymamba.cli.part_cases import part_cases
 from anymamba.cli.terminal import Terminal, human_bytes, human_count, new_table
+from anymamba.errors import ConfigError
 
 if TYPE_CHECKING:
-    from anymamba.models import ActivationReport, MambaLM, ModelCount
+    from anymamba.models import ActivationReport, ModelCount
 
 __all__ = ["Inspect"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(ModelOptions):
+class Inspect(AnyModelOptions):
     """List layers, parameters, bytes, state and FLOP of a model, and where the time goes."""
 
     text: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -41,23 +42,23 @@ class Inspect(ModelOptions):
         """Count, time and print."""
         from anymamba.models import count_model
 
-        lm = self.load()
-        count = count_model(lm)
+        model: Any = self.load_any()
+        count = count_model(model)
         seconds: dict[str, float] = {}
         if self.length > 0:
             with terminal.err.status("timing a prefill ..."):
-                seconds = _seconds(lm, count, self.length, self.repeats)
-        terminal.out.print(_summary(self.model, lm, count))
+                seconds = _seconds(model, count, self.length, self.repeats)
+        terminal.out.print(_summary(self.model, model, count))
         terminal.out.print(_table(count, seconds, self.length))
         activation = None
         if self.text is not None:
             with terminal.err.status("reading the text under each activation ..."):
-                activation = self._activation(lm, self.text)
+                activation = self._activation(model, self.text)
             terminal.out.print(_activation_text(activation))
         terminal.document(
             ok=True,
             model=self.model,
-            config=lm.config.to_dict(),
+            config=model.config.to_dict(),
             count=count.to_dict(),
             seconds=seconds,
             timed_tokens=self.length,
@@ -65,65 +66,80 @@ class Inspect(ModelOptions):
         )
         return 0
 
-    def _activation(self, lm: "MambaLM", file: Path) -> "ActivationReport":
+    def _activation(self, model: Any, file: Path) -> "ActivationReport":
         import torch
 
-        from anymamba.models import compare_activations
+        from anymamba.models import MambaLM, compare_activations
 
-        tokenizer = self.load_tokenizer(self.tokenizer, lm)
+        if not isinstance(model, MambaLM):
+            raise ConfigError(
+                "inspect: --text compares perplexities, so the model must be a language model; "
+                f"{self.model} holds a {type(model).__name__}. Leave --text out."
+            )
+        tokenizer = self.load_tokenizer(self.tokenizer, model)
         ids = tokenizer.encode(file.read_text(encoding="utf-8"))[: self.text_tokens]
-        return compare_activations(lm, torch.tensor([ids], dtype=torch.int64, device=_device(lm)))
+        device = model.backbone.embedding.weight.device
+        return compare_activations(model, torch.tensor([ids], dtype=torch.int64, device=device))
 
 
-def _device(lm: "MambaLM") -> Any:
-    return lm.backbone.embedding.weight.device
-
-
-def _seconds(lm: "MambaLM", count: "ModelCount", length: int, repeats: int) -> dict[str, float]:
+def _seconds(model: Any, count: "ModelCount", length: int, repeats: int) -> dict[str, float]:
     """Return the seconds of a prefill by kind of part: one is timed, and counts for all."""
     import torch
 
     from anymamba.bench import interleaved_medians
-    from anymamba.nn import add_norm
 
-    ids_bs = torch.zeros(1, length, dtype=torch.int64, device=_device(lm))
-    in_fp32 = lm.config.residual_in_fp32
-    layers: list[Any] = list(lm.backbone.layers)
     with torch.inference_mode():
-        x_bsd = lm.backbone.embedding(ids_bs)
-        cases: dict[str, Callable[[], object]] = {
-            "embedding": lambda: lm.backbone.embedding(ids_bs),
-            "norm": lambda: add_norm(lm.backbone.norm_f, x_bsd, x_bsd, in_fp32),
-        }
-        for layer in layers:
-            mixer = layer.mixer
-            cases.setdefault(type(mixer).__name__, lambda mixer=mixer: mixer.prefill(x_bsd))
-            if layer.has_mlp:
-                cases.setdefault(type(layer.mlp).__name__, lambda mlp=layer.mlp: mlp(x_bsd))
-        cases["head"] = lambda: lm.lm_head(x_bsd)
-        medians = interleaved_medians(cases, repeats=repeats)
-    return {kind: number * medians[kind] for kind, (number, _) in count.by_kind().items()}
+        medians = interleaved_medians(part_cases(model, count, length), repeats=repeats)
+    return {kind: total.passes * medians[kind] for kind, (_, total) in count.by_kind().items()}
 
 
-def _summary(name: str, lm: "MambaLM", count: "ModelCount") -> str:
-    config = lm.config
-    dtype = str(lm.backbone.embedding.weight.dtype).removeprefix("torch.")
-    vocabulary = f"{config.vocab_size} tokens"
-    if config.padded_vocab_size != config.vocab_size:
-        vocabulary += f" (padded to {config.padded_vocab_size})"
-    grows = " and grows" if config.attn_layer_idx else ", whatever the length"
-    options = ", ".join(f"{key}={value}" for key, value in config.mixer_options.items())
-    size = f"{config.n_layer} layers of {config.d_model}"
+def _summary(name: str, model: Any, count: "ModelCount") -> str:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    what, ends, options = _described(model)
+    has_attention = any(part.kind == "MHA" for part in count.parts)
+    state = f"{human_bytes(count.state_bytes)} per sequence"
+    state += " and grows" if has_attention else ", whatever the length"
     lines = [
-        f"\n[bold]{escape(name)}[/]: {config.layer}, {size}, {dtype}",
-        f"  vocabulary   {vocabulary}{', tied head' if config.tie_embeddings else ''}",
+        f"\n[bold]{escape(name)}[/]: {what}, {dtype}",
+        f"  {ends[0]:<12} {ends[1]}",
         f"  parameters   {count.parameters:,} in {human_bytes(count.bytes)}",
-        f"  state        {human_bytes(count.state_bytes)} per sequence{grows}",
+        f"  state        {state if count.state_bytes else 'none: it reads from both ends'}",
         f"  one token    {human_count(count.flops, 'FLOP')}",
     ]
     if options:
         lines.append(f"  options      {escape(options)}")
     return "\n".join(lines) + "\n"
+
+
+def _described(model: Any) -> tuple[str, tuple[str, str], str]:
+    """Return what a model is, what goes in and out, and the options of its mixers."""
+    from anymamba.models import LatentModel, MambaLM
+
+    config = model.config
+    if isinstance(model, MambaLM):
+        vocabulary = f"{config.vocab_size} tokens"
+        if config.padded_vocab_size != config.vocab_size:
+            vocabulary += f" (padded to {config.padded_vocab_size})"
+        vocabulary += ", tied head" if config.tie_embeddings else ""
+        what = f"{config.layer}, {_layers(config.stack)}"
+        return what, ("vocabulary", vocabulary), _options(config.mixer_options)
+    kinds = ", ".join(dict.fromkeys(spec.kind for spec in config.stack.specs))
+    what = f"{type(model).__name__} of {kinds}, {_layers(config.stack)}"
+    options = _options({k: v for k, v in config.stack.ssm_cfg.items() if k != "layer"})
+    if isinstance(model, LatentModel):
+        ends = f"{config.d_input} numbers in, {config.d_output} out at {config.readout}"
+        return what, ("task", f"{config.task}, {ends}"), options
+    classes = "" if config.n_classes is None else f", {config.n_classes} classes"
+    return what, ("head", f"{config.head}{classes}, {config.vocab_size} tokens"), options
+
+
+def _layers(stack: Any) -> str:
+    virtual = "" if stack.virtual is None else f", run as {len(stack.schedule)}"
+    return f"{len(stack.specs)} layers of {stack.d_model}{virtual}"
+
+
+def _options(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items())
 
 
 def _table(count: "ModelCount", seconds: dict[str, float], length: int) -> Table:

@@ -1,4 +1,4 @@
-"""`anymamba verify MODEL`: every way of running the model gives the same logits."""
+"""`anymamba verify MODEL`: every way of running the model gives the same outputs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import arg
 
-from anymamba.cli.options import DType, ModelOptions
+from anymamba.cli.any_model import AnyModelOptions
+from anymamba.cli.options import DType
 from anymamba.cli.terminal import Terminal, new_table
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["Verify", "verify_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(ModelOptions):
+class Verify(AnyModelOptions):
     """Run a model in every way there is and compare the results; exit code 1 if they differ."""
 
     length: int = 65
@@ -36,10 +37,10 @@ class Verify(ModelOptions):
         """Verify and print the matrix."""
         from anymamba.models import verify
 
-        lm = self.load()
+        model = self.load_any()
         with terminal.err.status("running the model every way ..."):
             report = verify(
-                lm,
+                model,  # pyright: ignore[reportArgumentType]  # verify refuses what it cannot judge
                 length=self.length,
                 batch=self.batch,
                 dtypes=self.dtypes,

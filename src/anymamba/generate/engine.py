@@ -10,7 +10,7 @@ from typing import NamedTuple, Unpack
 import torch
 
 from anymamba.generate.batch import Batch, Options, Processor, Request, Row, Stop, request_of
-from anymamba.generate.prompts import Progress, Prompts, check_prompts
+from anymamba.generate.prompts import Progress, Prompts, check_model, check_prompts
 from anymamba.models import MambaLM
 from anymamba.nn import ModelCache
 
@@ -160,6 +160,7 @@ def _decode(
     lm: MambaLM, prompts: Prompts, request: Request, *, logprobs: bool, with_cache: bool
 ) -> tuple[list[Row], ModelCache | None]:
     """Decode until every row is finished; return the rows in the prompts' order."""
+    check_model(request.where, lm)
     batch = Batch(
         lm, check_prompts(request.where, prompts, lm.config.vocab_size), request, logprobs
     )

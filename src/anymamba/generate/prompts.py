@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import CacheError, ConfigError, DtypeError, ShapeError
-from anymamba.models import MambaLM
+from anymamba.models import MambaConfig, MambaLM
 from anymamba.nn import ModelCache
 
-__all__ = ["Progress", "Prompts", "check_prompts", "read_prompts"]
+__all__ = ["Progress", "Prompts", "check_model", "check_prompts", "read_prompts"]
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 Progress = Callable[[int, int], object]
+
+
+def check_model(where: str, lm: MambaLM) -> None:
+    """Raise `ConfigError` unless the model continues token ids."""
+    # By the config, not by the class: a compiled or wrapped language model is still one.
+    if not isinstance(getattr(lm, "config", None), MambaConfig):
+        raise ConfigError(
+            f"{where}: the model must be a language model, which says the next token; got "
+            f"{type(lm).__name__}. A causal LatentModel streams numbers with its own step and "
+            "prime; a model that reads from both ends has no next token."
+        )
 
 
 def check_prompts(where: str, prompts: Prompts, vocab_size: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anymamba.generate.batch import Batch, Options, Request, request_of
-from anymamba.generate.prompts import check_prompts
+from anymamba.generate.prompts import check_model, check_prompts
 from anymamba.models import MambaLM
 from anymamba.nn import ModelCache
 
@@ -23,6 +23,7 @@ class Stream(Iterator[int]):
     @torch.inference_mode()
     def __init__(self, lm: MambaLM, prompt_ids: Sequence[int] | Tensor, request: Request) -> None:
         """Read the prompt."""
+        check_model(request.where, lm)
         prompts = check_prompts(request.where, [prompt_ids], lm.config.vocab_size)
         self._limit = request.max_new_tokens
         self._batch = Batch(lm, prompts, request, logprobs=True)

@@ -131,6 +131,12 @@ class MambaConfig:
     def from_dict(cls, entries: dict[str, Any]) -> "MambaConfig":
         """Build from the content of a `config.json`; an unknown key is refused."""
         known = [f.name for f in fields(cls)]
+        if "registers" in entries:
+            raise ConfigError(
+                "MambaConfig: a language model has no registers: logits belong to tokens, and a "
+                "register is none. Use a token of the vocabulary in its place, which is a "
+                "learnable row too, or an Encoder, a LatentModel or a Stack."
+            )
         for name in entries:
             if name not in known:
                 raise ConfigError(f"MambaConfig: unknown key {name!r}.{nearest(name, known)}")

@@ -3,20 +3,25 @@
 Nothing is run and nothing is allocated; a model on the meta device will do.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from anymamba.errors import ConfigError
+from anymamba.models.count_parts import Part, parts_of
+from anymamba.models.encoder import Encoder
+from anymamba.models.latent import LatentModel
 from anymamba.models.lm import MambaLM
-from anymamba.nn import MHA, GatedMLP, flops_per_token, state_bytes
 
 __all__ = ["ModelCount", "PartCount", "count_model"]
 
 
 class PartCount(NamedTuple):
-    """One part of a model: the embedding, the parts of a layer, the final norm or the head."""
+    """One part of a model: the embedding, the parts of a layer, the final norm or the head.
+
+    `passes` is how often a token runs through it: virtual layers share their weights. State and
+    FLOP are those of all passes.
+    """
 
     name: str
     kind: str
@@ -24,6 +29,7 @@ class PartCount(NamedTuple):
     bytes: int
     state_bytes: int
     flops: int
+    passes: int = 1
 
 
 class ModelCount(NamedTuple):
@@ -56,27 +62,32 @@ class ModelCount(NamedTuple):
         """Return how many parts there are of each kind, and their sum."""
         kinds: dict[str, tuple[int, PartCount]] = {}
         for part in self.parts:
-            many, total = kinds.get(part.kind, (0, PartCount(part.kind, part.kind, 0, 0, 0, 0)))
+            many, total = kinds.get(part.kind, (0, PartCount(part.kind, part.kind, 0, 0, 0, 0, 0)))
             sums = (a + b for a, b in zip(total[2:], part[2:], strict=True))
             kinds[part.kind] = many + 1, PartCount(part.kind, part.kind, *sums)
         return kinds
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        totals = {name: getattr(self, name) for name in PartCount._fields[2:]}
+        totals = {name: getattr(self, name) for name in PartCount._fields[2:6]}
         return {**totals, "length": self.length, "parts": [part._asdict() for part in self.parts]}
 
 
-def count_model(lm: MambaLM, *, length: int = 2048) -> ModelCount:
+def count_model(lm: MambaLM | LatentModel | Encoder, *, length: int = 2048) -> ModelCount:
     """Count parameters, bytes, state and FLOP per token of every part of a model.
 
     The FLOP of a mixer are those of `flops_per_token`: a Mamba token costs the same at any place.
     Attention costs more with every token, so its figures are for a sequence of `length` tokens:
-    the mean over the sequence, and the state at its end.
+    the mean over the sequence, and the state at its end. A head that reads a sequence once is
+    spread over its tokens. A register costs what a token costs, and is none of the `length`. What
+    reads from both ends has no state.
 
     Args:
-        lm: the model.
-        length: tokens of the sequence; matters to attention layers only.
+        lm: the model: a `MambaLM`, a `LatentModel` or an `Encoder`.
+        length: tokens of the sequence; matters to attention layers and heads that read once.
+
+    Raises:
+        ConfigError: a length that is not positive, or a model of another kind.
 
     Example:
         >>> from anymamba.models import preset
@@ -85,50 +96,18 @@ def count_model(lm: MambaLM, *, length: int = 2048) -> ModelCount:
     """
     if length < 1:
         raise ConfigError(f"count_model: length must be positive; got {length}.")
+    if not isinstance(lm, MambaLM | LatentModel | Encoder):
+        raise ConfigError(
+            "count_model: the model must be a MambaLM, a LatentModel or an Encoder; got "
+            f"{type(lm).__name__}. For one block use anymamba.nn.flops_per_token and state_bytes."
+        )
     seen: set[int] = set()
-    parts = tuple(
-        PartCount(name, kind, *_stored(module, seen), state, flops)
-        for name, kind, module, state, flops in _parts(lm, length)
-    )
-    return ModelCount(parts, length)
+    return ModelCount(tuple(_counted(part, seen) for part in parts_of(lm, length)), length)
 
 
-def _parts(lm: MambaLM, length: int) -> Iterator[tuple[str, str, nn.Module, int, int]]:
-    """Yield name, kind, module, bytes of state and FLOP per token."""
-    yield "backbone.embedding", "embedding", lm.backbone.embedding, 0, 0
-    for place, layer in enumerate(cast("list[Any]", lm.backbone.layers)):
-        name = f"backbone.layers.{place}"
-        yield f"{name}.norm", "norm", layer.norm, 0, 0
-        # Virtual layers share weights, but each pass has a state of its own and costs as much.
-        passes = lm.backbone.schedule.count(place)
-        state, flops = (passes * cost for cost in _mixer(layer.mixer, length))
-        yield f"{name}.mixer", type(layer.mixer).__name__, layer.mixer, state, flops
-        if layer.has_mlp:
-            yield f"{name}.norm2", "norm", layer.norm2, 0, 0
-            yield f"{name}.mlp", type(layer.mlp).__name__, layer.mlp, 0, passes * _mlp(layer.mlp)
-    yield "backbone.norm_f", "norm", lm.backbone.norm_f, 0, 0
-    yield "lm_head", "head", lm.lm_head, 0, 2 * lm.config.d_model * lm.config.padded_vocab_size
-
-
-def _mixer(mixer: Any, length: int) -> tuple[int, int]:
-    """Return the bytes of the state and the FLOP of a token."""
-    state = state_bytes(mixer)
-    if not isinstance(mixer, MHA):
-        return state, flops_per_token(mixer)
-    like: Tensor = next(mixer.in_proj.parameters())
-    state += 2 * mixer.num_heads_kv * mixer.head_dim * length * like.element_size()
-    linear = _linear(mixer.in_proj, mixer.out_proj)
-    convolution = 2 * mixer.d_conv * mixer.qkv_dim
-    # Scores and sums, two FLOP each per entry of a head; a token sees (length + 1) / 2 on average.
-    return state, linear + convolution + 2 * mixer.num_heads * mixer.head_dim * (length + 1)
-
-
-def _mlp(mlp: Any) -> int:
-    return _linear(mlp.fc1, mlp.fc2) if isinstance(mlp, GatedMLP) else 0
-
-
-def _linear(*modules: Any) -> int:
-    return sum(2 * x.in_features * x.out_features for x in modules)
+def _counted(part: Part, seen: set[int]) -> PartCount:
+    stored = _stored(part.module, seen)
+    return PartCount(part.name, part.kind, *stored, part.state, part.flops, part.passes)
 
 
 def _stored(module: nn.Module, seen: set[int]) -> tuple[int, int]:

@@ -75,9 +75,9 @@ def verify(
             the error of the loop over time itself (the row "reference"), at most tenfold.
 
     Raises:
-        ConfigError: a dtype is unknown, none is given, or a size is not positive.
-        BackendError: there is only one way to run the model: it reads from both ends, or inserts
-            registers, whose rows a step does not return.
+        ConfigError: a dtype is unknown, none is given, or a size is not positive; or there is only
+            one way to run the model: it reads from both ends, or inserts registers, whose rows a
+            step does not return.
 
     Example:
         >>> from anymamba.models import MambaConfig

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.errors import BackendError, ConfigError
+from anymamba.errors import ConfigError
+from anymamba.models.encoder import Encoder
 from anymamba.models.latent import LatentModel
 from anymamba.models.lm import MambaLM
 from anymamba.nn import Stack
@@ -26,13 +27,14 @@ def check_subject(model: MambaLM | LatentModel) -> MambaLM | LatentModel:
     """Return the model with outputs at every place, if there are several ways to run it.
 
     Raises:
-        BackendError: there is one way only.
-        ConfigError: it is no model that `verify` knows.
+        ConfigError: there is one way only, or it is no model that `verify` knows.
     """
-    if isinstance(model, LatentModel) and model.config.is_bidirectional:
-        raise BackendError(
+    is_paired = isinstance(model, LatentModel) and model.config.is_bidirectional
+    if is_paired or isinstance(model, Encoder):
+        raise ConfigError(
             "verify: there must be several ways to run a model; this one reads from both ends and "
-            "has forward only. Nothing to compare."
+            f"has forward only, as every {type(model).__name__} with a BidirectionalConfig has. "
+            "Nothing to compare."
         )
     if not isinstance(model, MambaLM | LatentModel):
         raise ConfigError(
@@ -40,7 +42,7 @@ def check_subject(model: MambaLM | LatentModel) -> MambaLM | LatentModel:
             f"{type(model).__name__}."
         )
     if stack_of(model).has_registers:
-        raise BackendError(
+        raise ConfigError(
             "verify: wholes and steps must return the same rows; this model inserts registers, "
             "whose rows only wholes return. Verify it with registers=None."
         )

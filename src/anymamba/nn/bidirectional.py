@@ -19,7 +19,7 @@ from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm
 from anymamba.nn.padded import insert_padded, register_places
 from anymamba.nn.registers import Registers
-from anymamba.nn.residual import AddStream, GateStream, MultiGateResidual
+from anymamba.nn.residual import AddStream, GateStream, make_gates
 from anymamba.nn.reversal import check_lengths, reversal_index, reverse
 from anymamba.nn.stack_config import KINDS
 from anymamba.nn.stack_layer import add_norm
@@ -57,8 +57,8 @@ class BidirectionalStack(nn.Module):
             for place in range(len(config.specs))
         )
         self.pairs = nn.ModuleList(Pair(config, factory) for _ in range(-(-len(config.specs) // 2)))
-        if config.residual.multi_gate is not None:
-            self.gates = _gates(config, factory)
+        if (gates := config.residual.multi_gate) is not None:
+            self.gates = make_gates(gates, config.gate_names, config.d_model, factory)
         if config.registers is not None:
             self.registers = Registers(config.registers.stack, config.d_model, **factory)
         if config.final_norm:
@@ -139,15 +139,13 @@ class BidirectionalStack(nn.Module):
 
     def _climb(self, x_bsd: Tensor, passage: "Passage") -> Tensor:
         config = self.stack_config
-        has_gates = "gates" in self._modules
-        stream = GateStream.of(x_bsd) if has_gates else AddStream(x_bsd)
+        stream = GateStream.of(x_bsd) if "gates" in self._modules else AddStream(x_bsd)
         pairs = config.pairs
         for place, pair in enumerate(pairs):
             forwards, backwards = config.schedule[2 * place : 2 * place + 2]
             replaces = config.residual.replaces(place, len(pairs))
-            gates = None
-            if has_gates and not replaces:
-                gates = self.gates[_gate_name(config, place)]
+            name = config.gate_names[place]
+            gates = None if name is None else self.gates[name]
             readers = self.layers[forwards], self.layers[backwards]
             # The residual kinds hand their `mix` through; a pair is told its two readers instead.
             stream, _ = stream.through(self.pairs[pair], gates, readers, passage, replaces)  # pyright: ignore[reportArgumentType]
@@ -271,25 +269,3 @@ def _norm(config: BidirectionalConfig, factory: dict[str, Any]) -> nn.Module:
 def _mixer(config: BidirectionalConfig, place: int, factory: dict[str, Any]) -> Block[Any]:
     spec = config.specs[place]
     return KINDS[spec.kind](config.d_model, **{"layer_idx": place, **spec.options}, **factory)
-
-
-def _gate_name(config: BidirectionalConfig, place: int) -> str:
-    gates = config.residual.multi_gate
-    return str(place if gates is not None and gates.per_virtual else config.pairs[place])
-
-
-def _gates(config: BidirectionalConfig, factory: dict[str, Any]) -> nn.ModuleDict:
-    """Create the gates that some pair uses, each with the parameters it uses."""
-    kind = config.residual.multi_gate
-    assert kind is not None
-    mixes: dict[str, bool] = {}
-    streams = 1
-    for place in range(len(config.pairs)):
-        if not config.residual.replaces(place, len(config.pairs)):
-            name = _gate_name(config, place)
-            mixes[name] = mixes.get(name, False) or streams == kind.n_stream
-            streams = min(streams + 1, kind.n_stream)
-    made = {
-        name: MultiGateResidual(kind, config.d_model, yes, **factory) for name, yes in mixes.items()
-    }
-    return nn.ModuleDict(made)

@@ -1,6 +1,7 @@
 """Sizes and options of a bidirectional stack."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from anymamba.errors import ConfigError
@@ -33,7 +34,7 @@ class BidirectionalConfig(StackConfig):
 
     merge: str = "mean"
 
-    @property
+    @cached_property
     def schedule(self) -> tuple[int, ...]:
         """The real layer of each virtual one; even places read forwards, odd ones backwards."""
         real = len(self.specs)
@@ -46,10 +47,15 @@ class BidirectionalConfig(StackConfig):
             return tuple(range(real))
         return make_bidirectional_schedule(self.virtual.schedule, self.virtual.count, real)
 
-    @property
+    @cached_property
     def pairs(self) -> tuple[int, ...]:
         """Which merge, MLP and set of shared gates each virtual pair uses."""
         return tuple(forwards // 2 for forwards in self.schedule[::2])
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """What the residual joins: pairs."""
+        return self.pairs
 
     @property
     def has_pair_parameters(self) -> bool:

@@ -14,6 +14,7 @@ gradients for ever. All of it is per token, so a step carries no state beyond th
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ __all__ = [
     "ResidualConfig",
     "Stream",
     "depth_init_bias",
+    "make_gates",
 ]
 
 EPS = 1e-5
@@ -106,6 +108,28 @@ def depth_init_bias(mixing_layers: int, n_stream: int) -> float:
             "Use fewer streams or an init_bias of your own."
         )
     return -math.log(inside)
+
+
+def make_gates(
+    config: MultiGate, names: Sequence[str | None], d_model: int, factory: dict[str, Any]
+) -> nn.ModuleDict:
+    """Create the gates that some layer uses, each with the parameters it uses.
+
+    Args:
+        config: streams and biases.
+        names: the gates of each virtual layer; None where a layer has none.
+        d_model: width of a stream.
+        factory: `device` and `dtype` of the parameters.
+    """
+    mixes: dict[str, bool] = {}
+    streams = 1
+    for name in names:
+        if name is not None:
+            mixes[name] = mixes.get(name, False) or streams == config.n_stream
+            streams = min(streams + 1, config.n_stream)
+    return nn.ModuleDict(
+        {name: MultiGateResidual(config, d_model, yes, **factory) for name, yes in mixes.items()}
+    )
 
 
 class MultiGateResidual(nn.Module):

@@ -27,6 +27,8 @@ from anymamba.errors import ConfigError
 
 __all__ = ["VirtualLayers", "make_bidirectional_schedule", "make_schedule"]
 
+# Far above any model; a config that asks for more is a mistake, and would fill the memory first.
+MOST_LAYERS = 65536
 SCHEDULES = ("cyclic", "stretched")
 BIDIRECTIONAL_SCHEDULES = (
     "strided_cyclic",
@@ -41,7 +43,7 @@ class VirtualLayers:
     """How many layers a token passes, and which weights each of them uses.
 
     Args:
-        count: number of virtual layers; each has a state of its own.
+        count: number of virtual layers, at most 65536; each has a state of its own.
         schedule: a name from the table above, or the list of real layers, one per virtual layer.
 
     Example:
@@ -53,7 +55,8 @@ class VirtualLayers:
     schedule: str | Sequence[int] = "cyclic"
 
     def __post_init__(self) -> None:
-        """Keep the schedule as a list: equal configs stay equal through JSON."""
+        """Check the count; keep the schedule as a list: equal configs stay equal through JSON."""
+        _check_counts("VirtualLayers", count=self.count)
         if not isinstance(self.schedule, str):
             object.__setattr__(self, "schedule", list(self.schedule))
 
@@ -79,7 +82,7 @@ def make_schedule(schedule: str | Sequence[int], virtual: int, real: int) -> tup
         (0, 1, 2, 0, 1, 2, 0, 1)
     """
     where = "make_schedule"
-    _check_counts(where, virtual, real)
+    _check_counts(where, virtual=virtual, real=real)
     if not isinstance(schedule, str):
         indices = tuple(schedule)
     elif schedule == "cyclic":
@@ -109,7 +112,7 @@ def make_bidirectional_schedule(
         (0, 0, 1, 1, 0, 0)
     """
     where = "make_bidirectional_schedule"
-    _check_counts(where, virtual, real)
+    _check_counts(where, virtual=virtual, real=real)
     if virtual % 2:
         raise ConfigError(f"{where}: layers come in pairs, so virtual must be even; got {virtual}.")
     if not isinstance(schedule, str):
@@ -134,10 +137,12 @@ def make_bidirectional_schedule(
     return _checked(where, tuple(indices), virtual, real)
 
 
-def _check_counts(where: str, virtual: int, real: int) -> None:
-    for name, count in (("virtual", virtual), ("real", real)):
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{where}: {name} must be a positive number; got {count!r}.")
+def _check_counts(where: str, **counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or not 1 <= count <= MOST_LAYERS:
+            raise ConfigError(
+                f"{where}: {name} must be a whole number in 1..{MOST_LAYERS}; got {count!r}."
+            )
 
 
 def _refuse_name(where: str, given: str, known: Sequence[str]) -> NoReturn:

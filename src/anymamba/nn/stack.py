@@ -16,7 +16,7 @@ from anymamba.nn.registers import Cursor
 from anymamba.nn.residual import Stream
 from anymamba.nn.stack_cache import StackCache, StackState, stack_state
 from anymamba.nn.stack_config import StackConfig
-from anymamba.nn.stack_walk import LayeredModule
+from anymamba.nn.stack_walk import LayeredModule, Walked
 from anymamba.ops import SsdPath
 
 __all__ = ["Stack", "StackStep", "added_positions"]
@@ -78,7 +78,7 @@ class Stack(LayeredModule):
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         self._check_input("Stack.forward", x_bsd, 3)
         length = x_bsd.shape[1] if self.has_registers else None
-        return self.sequence(x_bsd, None, how, length).y
+        return self.outputs(x_bsd, how, length)
 
     def prefill(
         self,
@@ -192,10 +192,31 @@ class Stack(LayeredModule):
         position_b = torch.zeros(batch_size, dtype=torch.int64, device=where)
         return stack_state(caches, position_b, self._first_cursor(length))
 
+    def outputs(self, x_bsd: Tensor, how: dict[str, Any], length: int | None) -> Tensor:
+        """Run `forward` on arguments that were checked; for models, which check their own.
+
+        No state is kept: that of a virtual layer is gone before the next one runs.
+        """
+        return self.finish(self._run(x_bsd, None, how, length, keeps_states=False).stream)
+
     def sequence(
         self, x_bsd: Tensor, cache: StackState | None, how: dict[str, Any], length: int | None
     ) -> StackStep:
         """Run `prefill` on arguments that were checked; for models, which check their own."""
+        walked = self._run(x_bsd, cache, how, length, keeps_states=True)
+        position_b = added_positions(x_bsd, cache, how["cu_seqlens"], how["seq_idx"])
+        new = stack_state(walked.layers, position_b, walked.cursor)
+        return StackStep(self.finish(walked.stream), new)
+
+    def _run(
+        self,
+        x_bsd: Tensor,
+        cache: StackState | None,
+        how: dict[str, Any],
+        length: int | None,
+        *,
+        keeps_states: bool,
+    ) -> Walked:
         if self.has_registers and (how["cu_seqlens"] is not None or how["seq_idx"] is not None):
             raise PackingError(
                 f"{type(self).__name__}: registers stand at places of one sequence per row; packed "
@@ -203,10 +224,13 @@ class Stack(LayeredModule):
             )
         caches = [None] * len(self.schedule) if cache is None else cache.layers
         cursor = self._first_cursor(length) if cache is None else _cursor(cache)
-        walked = self.walk(x_bsd, caches, cursor, lambda mixer, x, c: mixer.prefill(x, c, **how))
-        position_b = added_positions(x_bsd, cache, how["cu_seqlens"], how["seq_idx"])
-        new = stack_state(walked.layers, position_b, walked.cursor)
-        return StackStep(self.finish(walked.stream), new)
+        return self.walk(
+            x_bsd,
+            caches,
+            cursor,
+            lambda mixer, x, state: mixer.prefill(x, state, **how),
+            keeps_states=keeps_states,
+        )
 
     def token(self, x_bd: Tensor, cache: StackState) -> StackStep:
         """Run `step` on arguments that were checked; for models, which check their own."""

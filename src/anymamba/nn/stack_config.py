@@ -4,6 +4,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from anymamba.errors import ConfigError
@@ -14,7 +15,7 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.registers import RegisterConfig
 from anymamba.nn.residual import ResidualConfig
-from anymamba.nn.schedule import VirtualLayers
+from anymamba.nn.schedule import MOST_LAYERS, VirtualLayers
 
 __all__ = ["MIXERS", "LayerSpec", "StackConfig", "check_options", "nearest"]
 
@@ -94,7 +95,8 @@ class StackConfig:
             raise ConfigError(
                 "StackConfig: attn_layer_idx goes with n_layer; in layers write 'MHA' in its place."
             )
-        for spec in self.specs:
+        # One spec per distinct layer is enough: most layers of a stack are the same object.
+        for spec in {id(spec): spec for spec in self.specs}.values():
             if spec.kind not in KINDS:
                 raise ConfigError(
                     f"StackConfig: a layer must be one of {', '.join(KINDS)}; got {spec.kind!r}."
@@ -122,23 +124,27 @@ class StackConfig:
                     f"got {place}."
                 )
 
-    @property
+    @cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """The mixer of each real layer."""
+        """The mixer of each real layer; layers that are given alike share one spec."""
         if self.layers is not None:
-            return tuple(self._spec(entry) for entry in self.layers)
-        if self.n_layer is None or self.n_layer < 1:
-            raise ConfigError(f"StackConfig: n_layer must be positive; got {self.n_layer}.")
+            named = {entry: self._spec(entry) for entry in self.layers if isinstance(entry, str)}
+            return tuple(
+                named[entry] if isinstance(entry, str) else self._spec(entry)
+                for entry in self.layers
+            )
+        if self.n_layer is None or not 1 <= self.n_layer <= MOST_LAYERS:
+            raise ConfigError(
+                f"StackConfig: n_layer must lie in 1..{MOST_LAYERS}; got {self.n_layer}."
+            )
         for place in self.attn_layer_idx:
             if not 0 <= place < self.n_layer:
                 raise ConfigError(
                     f"StackConfig: attn_layer_idx must lie in 0..{self.n_layer - 1}; got {place}."
                 )
-        family = self.ssm_cfg.get("layer", "Mamba1")
-        return tuple(
-            self._spec("MHA" if place in self.attn_layer_idx else family)
-            for place in range(self.n_layer)
-        )
+        mamba, attention = self._spec(self.ssm_cfg.get("layer", "Mamba1")), self._spec("MHA")
+        places = frozenset(self.attn_layer_idx)
+        return tuple(attention if place in places else mamba for place in range(self.n_layer))
 
     def _spec(self, entry: str | dict[str, Any]) -> LayerSpec:
         if not isinstance(entry, str):
@@ -150,13 +156,29 @@ class StackConfig:
         is_family = entry == self.ssm_cfg.get("layer", "Mamba1")
         return LayerSpec(entry, _without_layer(self.ssm_cfg) if is_family else {})
 
-    @property
+    @cached_property
     def schedule(self) -> tuple[int, ...]:
         """The real layer of each virtual layer."""
         real = len(self.specs)
         if real == 0:
             raise ConfigError("StackConfig: there must be a layer; got none.")
         return tuple(range(real)) if self.virtual is None else self.virtual.indices(real)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """What the residual joins, one after the other: the real layer of each virtual one."""
+        return self.schedule
+
+    @cached_property
+    def gate_names(self) -> tuple[str | None, ...]:
+        """Which set of gates joins each of them; None where there is none."""
+        gates, many = self.residual.multi_gate, len(self.joined)
+        return tuple(
+            None
+            if gates is None or self.residual.replaces(place, many)
+            else str(place if gates.per_virtual else real)
+            for place, real in enumerate(self.joined)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

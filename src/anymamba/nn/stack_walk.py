@@ -17,7 +17,7 @@ from anymamba.nn.horizon import cut_of
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm
 from anymamba.nn.registers import Cursor, Registers
-from anymamba.nn.residual import AddStream, GateStream, MultiGateResidual, Stream
+from anymamba.nn.residual import AddStream, GateStream, Stream, make_gates
 from anymamba.nn.stack_config import KINDS, StackConfig
 from anymamba.nn.stack_layer import Layer, Mix, add_norm
 
@@ -25,7 +25,10 @@ __all__ = ["LayeredModule", "Walked"]
 
 
 class Walked(NamedTuple):
-    """What leaves the top of a stack: the residual stream, the new states and the new cursor."""
+    """What leaves the top of a stack: the residual stream, the new states and the new cursor.
+
+    Without `keeps_states` there are no states.
+    """
 
     stream: Stream
     layers: tuple[BlockCache, ...]
@@ -42,6 +45,7 @@ class _Progress:
     length: int | None
     offsets: list[int]
     is_prime: bool
+    keeps_states: bool
     caches: list[Any] = field(default_factory=list)
 
 
@@ -55,8 +59,9 @@ class LayeredModule(nn.Module):
         self.layers = nn.ModuleList(
             _layer(stack_config, place, factory) for place in range(len(stack_config.specs))
         )
-        if stack_config.residual.multi_gate is not None:
-            self.gates = _gates(stack_config, factory)
+        self.gate_names = stack_config.gate_names
+        if (gates := stack_config.residual.multi_gate) is not None:
+            self.gates = make_gates(gates, self.gate_names, stack_config.d_model, factory)
         registers = stack_config.registers
         if registers is not None and registers.stack:
             self.registers = Registers(registers.stack, stack_config.d_model, **factory)
@@ -79,7 +84,7 @@ class LayeredModule(nn.Module):
             if place not in trained:
                 layer.requires_grad_(False)
         if self.has_gates:
-            used = {self._gate_name(v) for v in range(cut, len(self.schedule)) if self._has_gate(v)}
+            used = set(self.gate_names[cut:])
             for name, gates in self.gates.items():
                 if name not in used:
                     gates.requires_grad_(False)
@@ -127,6 +132,7 @@ class LayeredModule(nn.Module):
         mix: Mix,
         *,
         is_prime: bool = False,
+        keeps_states: bool = True,
     ) -> Walked:
         """Run the virtual layers one after the other.
 
@@ -137,6 +143,8 @@ class LayeredModule(nn.Module):
             cursor: how far the registers have come; None inserts none.
             mix: how a mixer is run: `(mixer, x, cache) -> (y, cache)`.
             is_prime: whether registers that wait for the token behind the piece are due now.
+            keeps_states: whether new states are returned; else each one is dropped as soon as its
+                layer has run, so that memory does not grow with depth.
         """
         length, offsets = (None, []) if cursor is None else (cursor.length, list(cursor.offsets))
         if cursor is not None and "registers" in self._modules:
@@ -145,7 +153,7 @@ class LayeredModule(nn.Module):
         virtual = len(self.schedule)
         cut = cut_of(self.stack_config.grad_horizon, virtual) if torch.is_grad_enabled() else 0
         stream = GateStream.of(x) if self.has_gates else AddStream(x)
-        progress = _Progress(stream, x if cut else None, length, offsets, is_prime)
+        progress = _Progress(stream, x if cut else None, length, offsets, is_prime, keeps_states)
         if progress.source is not None:
             with torch.no_grad():
                 self._climb(range(cut), progress, caches, mix)
@@ -162,7 +170,8 @@ class LayeredModule(nn.Module):
             real = self.schedule[v]
             if progress.offsets and "layer_registers" in self._modules:
                 self._insert_below(v, real, progress)
-            gates = self.gates[self._gate_name(v)] if self._has_gate(v) else None
+            name = self.gate_names[v]
+            gates = None if name is None else self.gates[name]
             replaces = self.stack_config.residual.replaces(v, virtual)
             cache = caches[v]
             # Only registers leave room for a piece without a token: a prime that is yet to start.
@@ -172,7 +181,8 @@ class LayeredModule(nn.Module):
                 progress.stream, cache = progress.stream.through(
                     self.layers[real], gates, cache, mix, replaces
                 )
-            progress.caches.append(cache)
+            if progress.keeps_states:
+                progress.caches.append(cache)
 
     def _insert_below(self, v: int, real: int, progress: _Progress) -> None:
         """Insert the registers of one layer that are due."""
@@ -192,13 +202,6 @@ class LayeredModule(nn.Module):
             with torch.enable_grad():
                 progress.source = rows.into(progress.source)
 
-    def _has_gate(self, v: int) -> bool:
-        return self.has_gates and not self.stack_config.residual.replaces(v, len(self.schedule))
-
-    def _gate_name(self, v: int) -> str:
-        gates = self.stack_config.residual.multi_gate
-        return str(v if gates is not None and gates.per_virtual else self.schedule[v])
-
 
 def _norm(config: StackConfig, factory: dict[str, Any]) -> nn.Module:
     kind = RMSNorm if config.rms_norm else nn.LayerNorm
@@ -213,24 +216,3 @@ def _layer(config: StackConfig, place: int, factory: dict[str, Any]) -> Layer:
         return Layer(norm, mixer, residual_in_fp32=config.residual_in_fp32)
     mlp = GatedMLP(config.d_model, config.d_intermediate, **factory)
     return Layer(norm, mixer, _norm(config, factory), mlp, config.residual_in_fp32)
-
-
-def _gates(config: StackConfig, factory: dict[str, Any]) -> nn.ModuleDict:
-    """Create the gates that some virtual layer uses, each with the parameters it uses."""
-    kind = config.residual.multi_gate
-    assert kind is not None
-    schedule = config.schedule
-    mixes: dict[str, bool] = {}
-    streams = 1
-    for v, real in enumerate(schedule):
-        if config.residual.replaces(v, len(schedule)):
-            continue
-        name = str(v if kind.per_virtual else real)
-        mixes[name] = mixes.get(name, False) or streams == kind.n_stream
-        streams = min(streams + 1, kind.n_stream)
-    return nn.ModuleDict(
-        {
-            name: MultiGateResidual(kind, config.d_model, yes, **factory)
-            for name, yes in mixes.items()
-        }
-    )
