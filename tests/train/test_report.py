@@ -76,7 +76,8 @@ def test_the_report_holds_config_curve_and_samples(tmp_path):
     """The page shows what was trained, how it went and what was written, fences included."""
     fence = "```"
     entries = [
-        entry(5, "valid"),
+        entry(5, "valid", of_all=False),
+        entry(7, "valid", of_all=True),
         entry(6, "skip", why="the loss is nan"),
         entry(9, "sample", prompt="def ", text=f"f():\n{fence}\nnot a fence"),
     ]
@@ -86,7 +87,8 @@ def test_the_report_holds_config_curve_and_samples(tmp_path):
     for promise in (
         "| parameters | 1,234 |",
         "![loss](loss.png)",
-        "| 5 | 1.3333 |",
+        "## Held out, a part of it\n\n| step | bits per byte |\n|---:|---:|\n| 5 | 1.3333 |\n\n",
+        "## Held out, all of it\n\n| step | bits per byte |\n|---:|---:|\n| 7 | 1.0000 |\n\n",
         "step 6: the loss is nan",
         "def f():",
         "lr = 0.5",

@@ -253,7 +253,9 @@ class Trainer:
         assert self._data.valid is not None
         batches = validation_batches(self._data.valid, self.recipe.data, tokens)
         found = evaluate(self.lm, batches, self.recipe.loop)
-        self._tell("valid", loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self._tell(
+            "valid", loss=found.loss, bits_per_byte=found.bits_per_byte, of_all=tokens is None
+        )
         return found
 
     def _sample(self) -> None:

@@ -69,10 +69,8 @@ def draw_curves(entries: Iterable[Mapping[str, Any]], file: Path, title: str) ->
             f"draw_curves: the package matplotlib must be installed; {error}. "
             "Install it: pip install 'anymamba[train]'."
         ) from error
-    steps, valid = (
-        series(entries, "step", "bits_per_byte"),
-        series(entries, "valid", "bits_per_byte"),
-    )
+    steps = series(entries, "step", "bits_per_byte")
+    part, whole = held_out(entries)
     # The object interface: no window system is asked for and no global state is left behind.
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -83,20 +81,25 @@ def draw_curves(entries: Iterable[Mapping[str, Any]], file: Path, title: str) ->
         )
         smooth = smoothed(steps)
         axes.plot(*zip(*smooth, strict=True), color=INK, linewidth=1.8, label="training, smoothed")
-    if valid:
-        axes.plot(
-            *zip(*valid, strict=True), color=ACCENT, marker="o", markersize=4, label="held out"
-        )
+    # Two lines: a part of the text is easier or harder than all of it, so a step from one to the
+    # other says nothing about the model.
+    for points, marker, label in ((part, ".", "held out, a part"), (whole, "D", "held out, all")):
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), color=ACCENT, marker=marker, markersize=6, label=label
+            )
+    if valid := whole or part:
         step, value = valid[-1]
         axes.annotate(
             f"{value:.3f}",
             (step, value),
-            xytext=(-6, 8),
+            xytext=(8, 0),
             textcoords="offset points",
-            ha="right",
+            va="center",
             color=ACCENT,
+            annotation_clip=False,
         )
-    _frame(axes, [*steps, *valid], title)
+    _frame(axes, [*steps, *part, *whole], title)
     with replacing("draw_curves", file) as stream:
         figure.savefig(stream, format="png")
 
@@ -126,6 +129,14 @@ def series(entries: Iterable[Mapping[str, Any]], kind: str, name: str) -> list[t
         and isinstance(entry.get(name), float)
         and math.isfinite(entry[name])
     ]
+
+
+def held_out(entries: Iterable[Mapping[str, Any]]) -> tuple[list[tuple[int, float]], ...]:
+    """Return (step, bits per byte) on a part of the held-out text, and on all of it."""
+    part, whole = [], []
+    for entry in entries:
+        (whole if entry.get("of_all") else part).append(entry)
+    return series(part, "valid", "bits_per_byte"), series(whole, "valid", "bits_per_byte")
 
 
 def smoothed(points: Sequence[tuple[int, float]], span: float = 0.05) -> list[tuple[int, float]]:
@@ -160,10 +171,11 @@ def write_report(
     rows = [f"| {name} | {value} |" for name, value in facts.items()]
     parts = ["# Report of a training run", "", "| what | value |", "|---|---|", *rows, ""]
     parts += ["![loss](loss.png)", ""]
-    if valid := series(entries, "valid", "bits_per_byte"):
-        parts += ["## Held out", "", "| step | bits per byte |", "|---:|---:|"]
-        parts += [f"| {step} | {value:.4f} |" for step, value in _thinned(valid)]
-        parts.append("")
+    for points, what in zip(held_out(entries), ("a part of it", "all of it"), strict=True):
+        if points:
+            parts += [f"## Held out, {what}", "", "| step | bits per byte |", "|---:|---:|"]
+            parts += [f"| {step} | {value:.4f} |" for step, value in _thinned(points)]
+            parts.append("")
     skips = [entry for entry in entries if entry["kind"] == "skip"]
     if skips:
         parts += ["## Skipped steps", ""]
