@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or the order of a kernel's tensors or sizes changes. */
-#define ANYMAMBA_ABI 1
+#define ANYMAMBA_ABI 2
 
 enum anymamba_dtype { ANYMAMBA_FLOAT32 = 0, ANYMAMBA_BFLOAT16 = 1, ANYMAMBA_INT64 = 2 };
 
@@ -55,7 +55,15 @@ ANYMAMBA_EXPORT const char *anymamba_threading(void);
     X(scan_forward)         \
     X(scan_backward)        \
     X(conv_forward)         \
-    X(conv_backward)
+    X(conv_backward)        \
+    X(norm_forward)         \
+    X(norm_backward)        \
+    X(tail_forward)         \
+    X(tail_backward)        \
+    X(loss_rows)            \
+    X(decode)               \
+    X(keys_forward)         \
+    X(keys_backward)
 
 #define ANYMAMBA_DECLARE(kernel) \
     ANYMAMBA_EXPORT int64_t anymamba_##kernel(const struct anymamba_call *call);

@@ -1,5 +1,5 @@
-// What forward and backward of the SSD core share: sizes, and the decay of a chunk. The mathematics
-// is src/anymamba/ops/ssd/README.md.
+// What forward and backward of the SSD core share: sizes, and the decay and weights of a chunk. The
+// mathematics is src/anymamba/ops/ssd/README.md.
 #pragma once
 
 #include "ssd_rows.h"
@@ -9,7 +9,6 @@ namespace anymamba::ANYMAMBA_VARIANT::ssd {
 struct Sizes {
     int64_t rows, length, rank, heads, width, groups, state;
     int64_t sequences;  // how many are packed into the one row; 0 when rows are not packed
-    bool strict;
 
     explicit Sizes(const int64_t *sizes)
         : rows(sizes[0]),
@@ -19,31 +18,41 @@ struct Sizes {
           width(sizes[4]),
           groups(sizes[5]),
           state(sizes[6]),
-          sequences(sizes[7]),
-          strict(sizes[8] != 0) {}
+          sequences(sizes[7]) {}
 
     int64_t group_of(int64_t head) const { return head / (heads / groups); }
     int64_t width_panels() const { return ceil_div(width, kPanel); }
     int64_t state_padded() const { return round_up(state, kPanel); }
 };
 
-// The decay of one head in one chunk, as numbers per position (README section 5). cum is kept in
-// two parts, multiples of 1/64 and rests, so that the difference of two neighbours stays exact
-// behind a stretch of strong decay.
+// What a step has beside its rows, one number per head: its log-decay, its weight in the state and
+// its weight in its own output. Any strides: a weight may be one expanded number.
+struct StepTensors {
+    const anymamba_tensor &da, &scale, &own;
+};
+
+ANYMAMBA_INLINE int64_t first_step(const anymamba_tensor &of, const Chunk &chunk, int64_t head) {
+    return chunk.row * of.stride[0] + chunk.start * of.stride[1] + head * of.stride[2];
+}
+
+// The decay and the weights of one head in one chunk, as numbers per position (README section 5).
+// cum is kept in two parts, multiples of 1/64 and rests, so that the difference of two neighbours
+// stays exact behind a stretch of strong decay.
 struct Decay {
     float *whole, *rest;
-    float *grow;  // exp(cum)
-    float *fade;  // exp(end - cum)
-    float keep;   // exp(end)
+    float *grow;     // exp(cum)
+    float *fade;     // exp(end - cum)
+    float *scale;    // weight in the state and in later outputs
+    float *own;      // weight in the output of the same time
+    float *deposit;  // fade * scale: what of a value is in the state at the chunk's end
+    float keep;      // exp(end)
 
     void lay_out(Carver &carver, int64_t padded) {
-        whole = carver.floats(padded);
-        rest = carver.floats(padded);
-        grow = carver.floats(padded);
-        fade = carver.floats(padded);
+        float **const all[] = {&whole, &rest, &grow, &fade, &scale, &own, &deposit};
+        for (float **numbers : all) *numbers = carver.floats(padded);
     }
 
-    void fill(const anymamba_tensor &da, const Chunk &chunk, int64_t rank, int64_t head,
+    void fill(const StepTensors &steps, const Chunk &chunk, int64_t rank, int64_t head,
               int64_t padded);
 };
 
@@ -52,10 +61,22 @@ constexpr float kVanishing = -120.0f;
 constexpr float kUnits = 64.0f;
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-inline void Decay::fill(const anymamba_tensor &da, const Chunk &chunk, int64_t rank, int64_t head,
+// Repeats the number of each step for every rank, and writes zeros up to `padded`.
+inline void fill_weights(const anymamba_tensor &from, const Chunk &chunk, int64_t rank,
+                         int64_t head, int64_t padded, float *to) {
+    const int64_t first = first_step(from, chunk, head);
+    int64_t position = 0;
+    for (int64_t step = 0; step < chunk.steps; ++step) {
+        const float weight = read_one(from, first + step * from.stride[1]);
+        for (int64_t q = 0; q < rank; ++q) to[position++] = weight;
+    }
+    while (position < padded) to[position++] = 0.0f;
+}
+
+inline void Decay::fill(const StepTensors &steps, const Chunk &chunk, int64_t rank, int64_t head,
                         int64_t padded) {
-    const int64_t first =
-        chunk.row * da.stride[0] + chunk.start * da.stride[1] + head * da.stride[2];
+    const anymamba_tensor &da = steps.da;
+    const int64_t first = first_step(da, chunk, head);
     float whole_sum = 0.0f, rest_sum = 0.0f;
     int64_t position = 0;
     for (int64_t step = 0; step < chunk.steps; ++step) {
@@ -74,33 +95,38 @@ inline void Decay::fill(const anymamba_tensor &da, const Chunk &chunk, int64_t r
         whole[position] = whole_sum;
         rest[position] = rest_sum;
     }
+    fill_weights(steps.scale, chunk, rank, head, padded, scale);
+    fill_weights(steps.own, chunk, rank, head, padded, own);
     for (int64_t place = 0; place < padded; place += kWidth) {
         const Vec w = load(whole + place), r = load(rest + place);
+        const Vec fading = exp((whole_sum - w) + (rest_sum - r));
         store(grow + place, exp(w + r));
-        store(fade + place, exp((whole_sum - w) + (rest_sum - r)));
+        store(fade + place, fading);
+        store(deposit + place, fading * load(scale + place));
     }
     keep = grow[padded - 1];
 }
 
-// How the sources [0, padded) reach one target: use(first source, factors, which count). The factor
-// is the decay of an earlier source, 1 at the same time unless strict; no other source counts.
+// How the sources [0, stop) reach one target: use(first source, decays, factors, which count).
+// From an earlier source the factor is decay times scale; at the same time the decay is 1 and the
+// factor is the target's own weight; no other source counts.
 template <class Use>
-ANYMAMBA_INLINE void for_sources(const Decay &decay, int64_t target, int64_t rank, int64_t padded,
-                                 bool strict, const Use &use) {
+ANYMAMBA_INLINE void for_sources(const Decay &decay, int64_t target, int64_t rank, int64_t stop,
+                                 const Use &use) {
     const int64_t same_time = target / rank * rank;
-    const int32_t earlier = (int32_t)same_time,
-                  counted = (int32_t)(same_time + (strict ? 0 : rank));
+    const int32_t earlier = (int32_t)same_time, counted = (int32_t)(same_time + rank);
     IntVec lanes;
     for (int64_t lane = 0; lane < kWidth; ++lane) lanes[lane] = (int32_t)lane;
-    for (int64_t source = 0; source < padded; source += kWidth) {
+    for (int64_t source = 0; source < stop; source += kWidth) {
         const IntVec place = lanes + (int32_t)source;
-        Vec factor = splat(1.0f);
+        Vec fading = splat(1.0f), factor = splat(decay.own[target]);
         if (source < same_time) {
             const Vec whole = decay.whole[target] - load(decay.whole + source);
-            const Vec fading = exp(whole + decay.rest[target] - load(decay.rest + source));
-            factor = select(place < earlier, fading, factor);
+            const Vec between = exp(whole + decay.rest[target] - load(decay.rest + source));
+            fading = select(place < earlier, between, fading);
+            factor = select(place < earlier, between * load(decay.scale + source), factor);
         }
-        use(source, factor, place < counted);
+        use(source, fading, factor, place < counted);
     }
 }
 

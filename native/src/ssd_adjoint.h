@@ -14,18 +14,18 @@ struct AdjointBuffers {
     float *b_turned;  // panels over positions: [panel][state][kPanel]
     // Panels over sources, [panel][target][kPanel].
     float *pairs;       // C B^T
-    float *factors;     // decay from source to target, own pairs included unless strict
+    float *factors;     // from source to target: decay times scale, or the target's own weight
     float *weights;     // their product
-    float *crossings;   // what each pair sends to the decay of every step between the two
+    float *crossings;   // C B^T decayed, not weighed; then times the gradient of each weight
     float *grad_pairs;  // rows, [target][source], summed over the heads of a block
     // Of a head. Rows, [position][width].
     float *grad_y, *grad_y_grown, *v_faded, *grad_v;
     // Panels over positions, [panel][width][kPanel].
     float *v_turned, *grad_v_turned;
     float *read;    // [position][kWidth]: what a target sends to the decays before it, unsummed
-    float *left;    // what a source sends to the decays after it
+    float *left;    // what a source sends to its scale from behind the chunk
     float *across;  // running sums of the crossings over targets
-    float *grad_da;
+    float *grad_da, *grad_scale, *grad_own;
     Decay decay;
 
     AdjointBuffers(Carver &carver, const Sizes &sizes, const Plan &plan) {
@@ -49,6 +49,8 @@ struct AdjointBuffers {
         left = carver.floats(positions);
         across = carver.floats(positions);
         grad_da = carver.floats(positions);
+        grad_scale = carver.floats(positions);
+        grad_own = carver.floats(positions);
         decay.lay_out(carver, positions);
     }
 };
@@ -70,21 +72,25 @@ struct Adjoint {
           stride(plan.width_stride(of)) {}
 
     int64_t same_time(int64_t position) const { return position / sizes.rank * sizes.rank; }
+    // Where a pair lies in panels over sources.
+    int64_t pair_place(int64_t target, int64_t source) const {
+        return (source / kPanel * padded + target) * kPanel + source % kPanel;
+    }
     int64_t state_panels() const { return ceil_div(sizes.state, kPanel); }
 
     void share_group(const Rows &b, const Rows &c) const;
-    void fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const;
+    void fade_values(const Rows &v, const StepTensors &steps, int64_t head) const;
     void step_state(const float *from, float *to, Ahead &ahead) const;
-    void take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da,
-                   int64_t head) const;
+    void take_head(const Rows &v, const Rows &grad_y, const StepTensors &steps, int64_t head) const;
     void back_through_pairs(bool first) const;
     void back_to_values(const float *grad_state) const;
     float back_through_state(const float *state, float *grad_state, float *grad_b, float *grad_c,
                              bool first, Ahead &ahead) const;
     void back_to_group(float *grad_b, float *grad_c) const;
     void back_to_decay(float kept) const;
+    void back_to_weights() const;
     void write_values(const Rows &grad_v) const;
-    void write_decay(const anymamba_tensor &grad_da, int64_t head) const;
+    void write_steps(const StepTensors &grads, int64_t head) const;
 };
 
 // Copies B and C, and forms C B^T where a source is not later than its target.
@@ -109,13 +115,14 @@ inline void Adjoint::share_group(const Rows &b, const Rows &c) const {
     }
 }
 
-// The values of one head, faded to the chunk's end; all that the next state needs beside B.
-inline void Adjoint::fade_values(const Rows &v, const anymamba_tensor &da, int64_t head) const {
-    decay.fill(da, chunk, sizes.rank, head, padded);
+// The values of one head as they are left at the chunk's end; all that the next state needs beside
+// B.
+inline void Adjoint::fade_values(const Rows &v, const StepTensors &steps, int64_t head) const {
+    decay.fill(steps, chunk, sizes.rank, head, padded);
     for (int64_t position = 0; position < positions; ++position) {
         float *faded = buffers.v_faded + position * stride;
         visit_row(*v.tensor, v.at(position), sizes.width,
-                  [&](int64_t column, Vec x) { store(faded + column, x * decay.fade[position]); });
+                  [&](int64_t column, Vec x) { store(faded + column, x * decay.deposit[position]); });
     }
 }
 
@@ -135,17 +142,19 @@ inline void Adjoint::step_state(const float *from, float *to, Ahead &ahead) cons
 }
 
 // Reads what belongs to one head, and weighs the pairs with its decay.
-inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba_tensor &da,
+inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const StepTensors &steps,
                                int64_t head) const {
-    decay.fill(da, chunk, sizes.rank, head, padded);
+    decay.fill(steps, chunk, sizes.rank, head, padded);
     for (int64_t target = 0; target < positions; ++target) {
-        for_sources(decay, target, sizes.rank, padded, sizes.strict,
-                    [&](int64_t source, Vec factor, IntVec counts) {
-                        const int64_t at =
-                            (source / kPanel * padded + target) * kPanel + source % kPanel;
-                        const Vec weight = load(buffers.pairs + at) * factor;
+        // Panels of later sources only are never read at this target.
+        const int64_t stop = round_up(same_time(target) + sizes.rank, kPanel);
+        for_sources(decay, target, sizes.rank, stop,
+                    [&](int64_t source, Vec fading, Vec factor, IntVec counts) {
+                        const int64_t at = pair_place(target, source);
+                        const Vec pairs = load(buffers.pairs + at);
                         store(buffers.factors + at, select(counts, factor, Vec{}));
-                        store(buffers.weights + at, select(counts, weight, Vec{}));
+                        store(buffers.weights + at, select(counts, pairs * factor, Vec{}));
+                        store(buffers.crossings + at, select(counts, pairs * fading, Vec{}));
                     });
     }
     copy_rows(v, positions, padded, sizes.width, buffers.v_faded, stride);
@@ -155,7 +164,7 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba
         float *plain = buffers.grad_y + position * stride;
         float *grown = buffers.grad_y_grown + position * stride;
         for (int64_t column = 0; column < stride; column += kWidth)
-            store(faded + column, load(faded + column) * decay.fade[position]);
+            store(faded + column, load(faded + column) * decay.deposit[position]);
         visit_row(*grad_y.tensor, grad_y.at(position), sizes.width, [&](int64_t column, Vec x) {
             store(plain + column, x);
             store(grown + column, x * decay.grow[position]);
@@ -163,7 +172,7 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const anymamba
     }
 }
 
-// The gradient of every weight, sent on to C B^T and to the decays between source and target.
+// The gradient of every weight, sent on to C B^T, and to what the pair was weighed with.
 inline void Adjoint::back_through_pairs(bool first) const {
     for (int64_t source = 0; source < positions; source += kPanel) {
         const float *values = buffers.v_turned + source * stride;
@@ -179,7 +188,7 @@ inline void Adjoint::back_through_pairs(bool first) const {
             auto tile = zero_tile<rows.value>();
             multiply<Left::kByRow>(tile, buffers.grad_y + target * stride, stride, values,
                                    sizes.width);
-            const int64_t at = (source / kPanel * padded + target) * kPanel;
+            const int64_t at = pair_place(target, source);
 #pragma GCC unroll 16
             for (int row = 0; row < rows.value; ++row) {
 #pragma GCC unroll 2
@@ -187,7 +196,8 @@ inline void Adjoint::back_through_pairs(bool first) const {
                     const int64_t place = at + row * kPanel + half * kWidth;
                     const Vec grad = tile.at[row][half];
                     float *sum = grad_pairs + (target + row) * padded + half * kWidth;
-                    store(buffers.crossings + place, grad * load(buffers.weights + place));
+                    float *crossing = buffers.crossings + place;
+                    store(crossing, grad * load(crossing));
                     const Vec share = grad * load(buffers.factors + place);
                     store(sum, first ? share : load(sum) + share);
                 }
@@ -206,6 +216,7 @@ inline void Adjoint::back_to_values(const float *grad_state) const {
         const float *weights = buffers.weights + (source * padded + begin * kPanel);
         const float *grad_y = buffers.grad_y + begin * stride;
         const Vec fade[2] = {load(decay.fade + source), load(decay.fade + source + kWidth)};
+        const Vec scale[2] = {load(decay.scale + source), load(decay.scale + source + kWidth)};
         Vec left[2] = {Vec{}, Vec{}};
         for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
             auto tile = zero_tile<rows.value>();
@@ -217,6 +228,7 @@ inline void Adjoint::back_to_values(const float *grad_state) const {
                     tile.at[row][half] *= fade[half];
                     left[half] +=
                         tile.at[row][half] * load(values + (p + row) * kPanel + half * kWidth);
+                    tile.at[row][half] *= scale[half];
                 }
             }
             multiply<Left::kByColumn>(tile, grad_y + p, stride, weights, positions - begin);
@@ -227,19 +239,18 @@ inline void Adjoint::back_to_values(const float *grad_state) const {
     }
 }
 
-// What passes through the states before and after the chunk, a panel of the state axis at a time.
-// The gradient of the state is carried from behind the chunk to before it. Returns what the state
-// that crosses the whole chunk sends to every decay.
+// What passes through the states before and after the chunk, a panel of the state axis at a time:
+// first all of B, then all of C, because only one matrix of rows fits the first cache beside the
+// panels. The gradient of the state is carried from behind the chunk to before it. Returns what the
+// state that crosses the whole chunk sends to every decay.
 inline float Adjoint::back_through_state(const float *state, float *grad_state, float *grad_b,
                                          float *grad_c, bool first, Ahead &ahead) const {
     Vec kept = Vec{};
     for (int64_t place = 0; place < positions * kWidth; place += kWidth)
         store(buffers.read + place, Vec{});
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
-        const float *entry = state + panel * sizes.width * kPanel;
-        float *grad = grad_state + panel * sizes.width * kPanel;
-        const float *c = buffers.c + panel * padded * kPanel;
-        float *to_b = grad_b + panel * padded * kPanel, *to_c = grad_c + panel * padded * kPanel;
+        const float *grad = grad_state + panel * sizes.width * kPanel;
+        float *to_b = grad_b + panel * padded * kPanel;
         for_tiles(0, positions, [&](auto rows, int64_t position) {
             auto tile =
                 first ? zero_tile<rows.value>() : load_tile<rows.value>(to_b + position * kPanel);
@@ -248,6 +259,12 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
             store_tile(to_b + position * kPanel, kPanel, tile);
             ahead.step(rows.value);
         });
+    }
+    for (int64_t panel = 0; panel < state_panels(); ++panel) {
+        const float *entry = state + panel * sizes.width * kPanel;
+        float *grad = grad_state + panel * sizes.width * kPanel;
+        const float *c = buffers.c + panel * padded * kPanel;
+        float *to_c = grad_c + panel * padded * kPanel;
         for_tiles(0, positions, [&](auto rows, int64_t position) {
             auto tile = zero_tile<rows.value>();
             multiply<Left::kByRow>(tile, buffers.grad_y_grown + position * stride, stride, entry,
@@ -322,14 +339,30 @@ inline void Adjoint::back_to_decay(float kept) const {
             for (int64_t q = 0; q < sizes.rank; ++q)
                 running += select(is_earlier, load(column + (first + q) * kPanel), Vec{});
             store(across + source, running);
-            sum += select(is_earlier, running, Vec{});
+            sum += select(is_earlier, running * load(decay.scale + source), Vec{});
         }
         grad_da[step] = later + sum_lanes(sum);
     }
     float earlier = 0.0f;
     for (int64_t step = 0; step < chunk.steps; ++step) {
         grad_da[step] += earlier;
-        for (int64_t q = 0; q < sizes.rank; ++q) earlier += buffers.left[step * sizes.rank + q];
+        for (int64_t f = step * sizes.rank; f < (step + 1) * sizes.rank; ++f)
+            earlier += buffers.left[f] * decay.scale[f];
+    }
+}
+
+// After `back_to_decay`, which leaves the crossings of each source summed over all later targets.
+inline void Adjoint::back_to_weights() const {
+    for (int64_t step = 0; step < chunk.steps; ++step) {
+        const int64_t first = step * sizes.rank, last = first + sizes.rank;
+        float to_scale = 0.0f, to_own = 0.0f;
+        for (int64_t source = first; source < last; ++source) {
+            to_scale += buffers.left[source] + buffers.across[source];
+            for (int64_t target = first; target < last; ++target)
+                to_own += buffers.crossings[pair_place(target, source)];
+        }
+        buffers.grad_scale[step] = to_scale;
+        buffers.grad_own[step] = to_own;
     }
 }
 
@@ -344,11 +377,15 @@ inline void Adjoint::write_values(const Rows &grad_v) const {
                    buffers.grad_v + position * stride);
 }
 
-inline void Adjoint::write_decay(const anymamba_tensor &grad_da, int64_t head) const {
-    const int64_t first =
-        chunk.row * grad_da.stride[0] + chunk.start * grad_da.stride[1] + head * grad_da.stride[2];
-    for (int64_t step = 0; step < chunk.steps; ++step)
-        write_one(grad_da, first + step * grad_da.stride[1], buffers.grad_da[step]);
+inline void Adjoint::write_steps(const StepTensors &grads, int64_t head) const {
+    const auto write = [&](const anymamba_tensor &to, const float *from) {
+        const int64_t first = first_step(to, chunk, head);
+        for (int64_t step = 0; step < chunk.steps; ++step)
+            write_one(to, first + step * to.stride[1], from[step]);
+    };
+    write(grads.da, buffers.grad_da);
+    write(grads.scale, buffers.grad_scale);
+    write(grads.own, buffers.grad_own);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT::ssd

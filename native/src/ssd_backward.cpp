@@ -1,7 +1,7 @@
 // The SSD core, backward: the chunks of a row from right to left, from the inputs alone.
 //
-// tensors: grad_y, grad_final, v, da, b, c, initial, cu_seqlens or nothing,
-//          grad_v, grad_da, grad_b, grad_c, grad_initial
+// tensors: grad_y, grad_final, v, da, b, c, initial, scale, own, cu_seqlens or nothing,
+//          grad_v, grad_da, grad_b, grad_c, grad_initial, grad_scale, grad_own
 // sizes:   as in ssd_forward.cpp
 #include "parallel.h"
 #include "ssd_adjoint.h"
@@ -12,23 +12,24 @@ namespace ssd {
 namespace {
 
 struct Tensors {
-    const anymamba_tensor &grad_y, &grad_final, &v, &da, &b, &c, &initial, &borders;
-    const anymamba_tensor &grad_v, &grad_da, &grad_b, &grad_c, &grad_initial;
+    const anymamba_tensor &grad_y, &grad_final, &v, &b, &c, &initial, &borders;
+    const anymamba_tensor &grad_v, &grad_b, &grad_c, &grad_initial;
+    StepTensors steps, grad_steps;
 
     explicit Tensors(const anymamba_tensor *t)
         : grad_y(t[0]),
           grad_final(t[1]),
           v(t[2]),
-          da(t[3]),
           b(t[4]),
           c(t[5]),
           initial(t[6]),
-          borders(t[7]),
-          grad_v(t[8]),
-          grad_da(t[9]),
-          grad_b(t[10]),
-          grad_c(t[11]),
-          grad_initial(t[12]) {}
+          borders(t[9]),
+          grad_v(t[10]),
+          grad_b(t[12]),
+          grad_c(t[13]),
+          grad_initial(t[14]),
+          steps{t[3], t[7], t[8]},
+          grad_steps{t[11], t[15], t[16]} {}
 };
 
 // The memory that all workers see.
@@ -187,7 +188,7 @@ void Backward::advance(const Block &block, const Piece *piece, const Piece *next
         if (place == 0 || group != sizes.group_of(head - 1))
             copy_to_panels(Rows(tensors.b, chunk, sizes.rank, group), adjoint.positions,
                            adjoint.padded, sizes.state, own.adjoint.b);
-        adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.da, head);
+        adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.steps, head);
         adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size, ahead);
     }
 }
@@ -245,14 +246,15 @@ void Backward::back_through_chunk(const Block &block, const Piece *piece, const 
         };
         if (opens_group) adjoint.share_group(rows(tensors.b, group), rows(tensors.c, group));
         float *grad_state = own.grad_states + place * plan.state_size;
-        adjoint.take_head(rows(tensors.v, head), rows(tensors.grad_y, head), tensors.da, head);
+        adjoint.take_head(rows(tensors.v, head), rows(tensors.grad_y, head), tensors.steps, head);
         adjoint.back_through_pairs(opens_group);
         adjoint.back_to_values(grad_state);
         const float kept = adjoint.back_through_state(states + place * plan.state_size, grad_state,
                                                       grad_b, grad_c, first && opens_group, ahead);
         adjoint.back_to_decay(kept);
+        adjoint.back_to_weights();
         adjoint.write_values(rows(tensors.grad_v, head));
-        adjoint.write_decay(tensors.grad_da, head);
+        adjoint.write_steps(tensors.grad_steps, head);
         const bool closes_group = place + 1 == block.heads || sizes.group_of(head + 1) != group;
         if (closes_group) {
             adjoint.back_to_group(grad_b, grad_c);

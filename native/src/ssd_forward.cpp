@@ -1,7 +1,7 @@
 // The SSD core, forward: chunk by chunk, with the state of a few heads in cache.
 //
-// tensors: v, da, b, c, initial, cu_seqlens or nothing, y, final
-// sizes:   rows, length, rank, heads, width, groups, state, packed sequences or 0, strict
+// tensors: v, da, b, c, initial, scale, own, cu_seqlens or nothing, y, final
+// sizes:   rows, length, rank, heads, width, groups, state, packed sequences or 0
 #include "parallel.h"
 #include "ssd_states.h"
 
@@ -17,17 +17,18 @@ constexpr int64_t kSharing = 8;
 constexpr int64_t kTasksPerThread = 2;
 
 struct Tensors {
-    const anymamba_tensor &v, &da, &b, &c, &initial, &borders, &y, &final_state;
+    const anymamba_tensor &v, &b, &c, &initial, &borders, &y, &final_state;
+    StepTensors steps;
 
     explicit Tensors(const anymamba_tensor *t)
         : v(t[0]),
-          da(t[1]),
           b(t[2]),
           c(t[3]),
           initial(t[4]),
-          borders(t[5]),
-          y(t[6]),
-          final_state(t[7]) {}
+          borders(t[7]),
+          y(t[8]),
+          final_state(t[9]),
+          steps{t[1], t[5], t[6]} {}
 };
 
 // How the call is cut into tasks: sequence x block of heads x block of panels. No number
@@ -60,7 +61,7 @@ struct Buffers {
     float *b, *c;        // [position][state]
     float *b_turned;     // panels over positions: [panel][state][kPanel]
     float *pairs;        // C B^T: [position][position]
-    float *weights;      // the same, decayed
+    float *weights;      // the same, decayed and weighed
     float *v, *v_faded;  // panels over the width: [panel][position][kPanel]
     Decay decay;
 
@@ -141,17 +142,17 @@ void Forward::share_group(int64_t group, const Chunk &chunk, const Buffers &buff
     }
 }
 
-// What one head brings: its decay, C B^T faded by it, and its values as they are and faded to the
-// chunk's end.
+// What one head brings: its decay, C B^T weighed by it, and its values as they are and as they are
+// left in the state at the chunk's end.
 void Forward::weigh(const Task &task, const Chunk &chunk, int64_t head, Buffers &buffers) const {
     const int64_t positions = chunk.steps * sizes.rank, padded = round_up(positions, kPanel);
     const Decay &decay = buffers.decay;
-    buffers.decay.fill(tensors.da, chunk, sizes.rank, head, padded);
+    buffers.decay.fill(tensors.steps, chunk, sizes.rank, head, padded);
     for (int64_t target = 0; target < positions; ++target) {
         const float *pairs = buffers.pairs + target * cut.padded;
         float *weights = buffers.weights + target * cut.padded;
-        for_sources(decay, target, sizes.rank, padded, sizes.strict,
-                    [&](int64_t source, Vec factor, IntVec counts) {
+        for_sources(decay, target, sizes.rank, padded,
+                    [&](int64_t source, Vec, Vec factor, IntVec counts) {
                         const Vec weight = load(pairs + source) * factor;
                         store(weights + source, select(counts, weight, Vec{}));
                     });
@@ -163,7 +164,7 @@ void Forward::weigh(const Task &task, const Chunk &chunk, int64_t head, Buffers 
         const auto put = [&](int64_t column, Vec x) {
             const int64_t at = (column / kPanel * cut.padded + position) * kPanel + column % kPanel;
             store(buffers.v + at, x);
-            store(buffers.v_faded + at, x * decay.fade[position]);
+            store(buffers.v_faded + at, x * decay.deposit[position]);
         };
         visit_row(*rows.tensor, rows.at(position) + first, columns, put);
         for (int64_t column = round_up(columns, kWidth); column < all; column += kWidth)

@@ -77,6 +77,7 @@ struct Plan {
     int64_t numbers(const Sizes &sizes) const {
         return workers * sharing * length * state_size + kept_states(sizes) + share_size(sizes);
     }
+    int64_t repeated(const Sizes &sizes) const;
 };
 
 inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t wanted, int64_t most) {
@@ -94,8 +95,16 @@ inline void Plan::cut_heads(const Sizes &sizes, int64_t threads, int64_t wanted,
     workers = smaller(threads, tasks);
 }
 
-// As few segments as fit two fifths of the inputs, because each one more repeats more of the pass
-// over the states; then as many heads at once as fit. If nothing fits, the least memory.
+// Products that the cut repeats, per head and chunk: the first pass over the states, for all but the
+// last segment; C B^T and what passes back through it, once for the heads that are walked at once.
+inline int64_t Plan::repeated(const Sizes &sizes) const {
+    const int64_t group = sizes.heads / sizes.groups;
+    const int64_t first_pass = state_size * (segments - 1) / segments;
+    return padded * (first_pass + 3 * padded * sizes.state / (2 * smaller(sharing, group)));
+}
+
+// Of the plans that fit two fifths of the inputs, the one that repeats the least; among equals, the
+// first has the most tasks, which balances threads. If nothing fits, the least memory.
 inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t threads) {
     const int64_t group = sizes.heads / sizes.groups;
     steps = larger(1, (group == 1 ? kAlone : kTogether) / sizes.rank);
@@ -109,6 +118,7 @@ inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t th
         segments = larger(1, ceil_div(pieces, length));
         cut_heads(sizes, threads, wanted, heads);
     };
+    bool fits = false;
     int64_t least = -1, best_count = 1, best_wanted = threads, best_heads = 1;
     for (int64_t wanted = kBackwardTasksPerThread * threads; wanted >= threads; wanted -= threads) {
         const int64_t share = larger(1, sizes.rows * sizes.heads / wanted);
@@ -117,9 +127,12 @@ inline Plan::Plan(const Sizes &sizes, const anymamba_tensor &borders, int64_t th
             for (int64_t heads = most; 2 * heads >= most; --heads) {
                 choose(count, wanted, heads);
                 const int64_t size = numbers(sizes);
-                if (5 * size <= 2 * inputs) return;
-                if (least >= 0 && size >= least) continue;
-                least = size;
+                const bool fits_now = 5 * size <= 2 * inputs;
+                if (fits && !fits_now) continue;
+                const int64_t price = fits_now ? repeated(sizes) : size;
+                if (fits == fits_now && least >= 0 && price >= least) continue;
+                fits = fits_now;
+                least = price;
                 best_count = count;
                 best_wanted = wanted;
                 best_heads = heads;

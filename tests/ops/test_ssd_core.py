@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from anymamba.errors import AnyMambaError, BackendError, ConfigError
-from anymamba.ops import SsdPath, softplus, ssd, ssd_core, ssd_step
+from anymamba.ops import SsdPath, same_step, softplus, ssd, ssd_core, ssd_step
 from anymamba.ops.ssd.recalculated import core_backward
 from anymamba.ops.ssd.schema import SSD_CORE
 from anymamba.settings import override
@@ -17,6 +17,8 @@ from laws import assert_same, assert_ways_agree, error_of, rand, randn
 
 ALGORITHMS = ["minimal", "serial", "serial_recalculated"]
 KINDS = [*ALGORITHMS, *NATIVE]
+# No weights, none but own = 0, or both.
+WEIGHTS = ["none", "strict", "both"]
 
 
 @pytest.fixture(params=KINDS)
@@ -27,14 +29,21 @@ def kind(request):
 
 
 def core_inputs(b=2, s=7, m=1, h=2, g=1, p=3, r=4, rows=None, dtype=torch.float64, decay=1.0):
-    """Random inputs of the core; `rows` states, one per batch row unless packed."""
+    """Random inputs of the core, weights last; `rows` states, one per batch row unless packed."""
     return [
         randn(b, s, m, h, p, seed=1, dtype=dtype),
         -decay * rand(b, s, h, seed=2, dtype=dtype),
         randn(b, s, m, g, r, seed=3, dtype=dtype),
         randn(b, s, m, g, r, seed=4, dtype=dtype),
         randn(rows or b, h, p, r, seed=5, dtype=dtype),
+        randn(b, s, h, seed=6, dtype=dtype),
+        randn(b, s, h, seed=7, dtype=dtype),
     ]
+
+
+def weighed(inputs, weights):
+    """Return the arguments of a call with the weights that are asked for."""
+    return inputs if weights == "both" else inputs[:5]
 
 
 def reference(strict=False, cu_seqlens=None):
@@ -48,18 +57,45 @@ def by(kind, length=None, strict=False, cu_seqlens=None):
     return lambda *x: ssd_core(*x, strict=strict, path=path, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-def test_algorithms_equal_reference(kind, strict, length):
+def test_algorithms_equal_reference(kind, weights, length):
     """Values, final state and all gradients equal those of the loop over time."""
-    inputs = core_inputs(s=length, m=2, h=4, g=2, dtype=dtype_of(kind))
+    inputs = weighed(core_inputs(s=length, m=2, h=4, g=2, dtype=dtype_of(kind)), weights)
+    strict = weights == "strict"
     assert_ways_agree(reference(strict), by(kind, 32, strict), inputs)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_weights_are_those_of_values(kind, rank):
+    """A scale is a factor of v; an own weight replaces it where a token meets itself."""
+    inputs = core_inputs(s=40, m=rank, dtype=dtype_of(kind))
+
+    def by_hand(v, da, b, c, initial, scale, own):
+        y, final = by(kind, 8, True)(scale[:, :, None, :, None] * v, da, b, c, initial)
+        return y + same_step(own, v, b, c), final
+
+    assert_ways_agree(by_hand, by(kind, 8), inputs)
+
+
+def test_an_omitted_own_weight_is_the_scale(kind):
+    """Without `own` the state is read after the token is in it."""
+    inputs = core_inputs(s=40, m=2, dtype=dtype_of(kind))[:6]
+    assert_ways_agree(lambda *x: reference()(*x, x[5]), by(kind, 8), inputs)
+
+
+def test_a_weight_of_zero_receives_its_gradient(kind):
+    """Gradients of the weights are not found by dividing through them."""
+    inputs = core_inputs(s=40, m=2, dtype=dtype_of(kind))
+    for weight in inputs[5:]:
+        weight[:, ::3] = 0
+    assert_ways_agree(reference(), by(kind, 8), inputs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
-    strict=st.booleans(),
+    weights=st.sampled_from(WEIGHTS),
     b=st.integers(1, 3),
     s=st.integers(1, 20),
     m=st.integers(1, 4),
@@ -70,29 +106,33 @@ def test_algorithms_equal_reference(kind, strict, length):
     length=st.integers(1, 25),
 )
 def test_algorithms_equal_reference_for_any_shape(
-    kind, strict, b, s, m, g, heads_per_group, p, r, length
+    kind, weights, b, s, m, g, heads_per_group, p, r, length
 ):
     """No shape, rank, grouping or chunk length changes the numbers."""
     inputs = core_inputs(b, s, m, g * heads_per_group, g, p, r, dtype=dtype_of(kind))
+    strict = weights == "strict"
     with running(kind):
-        assert_ways_agree(reference(strict), by(kind, length, strict), inputs)
+        assert_ways_agree(reference(strict), by(kind, length, strict), weighed(inputs, weights))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
-    strict=st.booleans(),
+    weights=st.sampled_from(WEIGHTS),
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
     m=st.integers(1, 4),
     length=st.integers(1, 12),
 )
-def test_packed_equals_separate(kind, strict, lengths, m, length):
+def test_packed_equals_separate(kind, weights, lengths, m, length):
     """Packed sequences, empty ones too, equal each sequence by itself; states are per sequence."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     inputs = core_inputs(1, int(cu_seqlens[-1]), m, 4, 2, rows=len(lengths), dtype=dtype_of(kind))
+    strict = weights == "strict"
     with running(kind):
         assert_ways_agree(
-            reference(strict, cu_seqlens), by(kind, length, strict, cu_seqlens.int()), inputs
+            reference(strict, cu_seqlens),
+            by(kind, length, strict, cu_seqlens.int()),
+            weighed(inputs, weights),
         )
 
 
@@ -116,11 +156,11 @@ def test_packed_sequences_are_isolated(kind):
 def test_pieces_equal_whole(kind):
     """A sequence in pieces, the state handed on, equals the whole, gradients included."""
 
-    def pieces(v, da, b, c, state):
+    def pieces(v, da, b, c, state, scale, own):
         ys = []
         for start, stop in [(0, 1), (1, 14), (14, 15), (15, 30)]:
-            part = (x[:, start:stop] for x in (v, da, b, c))
-            y, state = by(kind, 8)(*part, state)
+            *part, scale_part, own_part = (x[:, start:stop] for x in (v, da, b, c, scale, own))
+            y, state = by(kind, 8)(*part, state, scale_part, own_part)
             ys.append(y)
         return torch.cat(ys, 1), state
 
@@ -130,17 +170,15 @@ def test_pieces_equal_whole(kind):
 def test_chunk_length_does_not_matter():
     """Chunks of 1, of the whole sequence, and beyond give equal numbers."""
     for length in (1, 2, 3, 5, 13, 26):
-        assert_ways_agree(
-            reference(True), by("serial_recalculated", length, True), core_inputs(s=13, m=2)
-        )
+        assert_ways_agree(reference(), by("serial_recalculated", length), core_inputs(s=13, m=2))
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
-@pytest.mark.parametrize("strict", [False, True])
-def test_gradcheck(kind, strict):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_gradcheck(kind, weights):
     """Hand-written and automatic gradients match finite differences."""
-    inputs = [x.requires_grad_() for x in core_inputs(1, 5, 2, 2, 1, 2, 2)]
-    assert gradcheck(by(kind, 4, strict), inputs)
+    inputs = weighed(core_inputs(1, 5, 2, 2, 1, 2, 2), weights)
+    assert gradcheck(by(kind, 4, weights == "strict"), [x.requires_grad_() for x in inputs])
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
@@ -163,23 +201,23 @@ def test_vmap_equals_loop(kind, packed):
         core_inputs(1 if packed else 2, rows=rows, dtype=dtype_of(kind)),
     ]
     stacks[1] = [x.flip(1) for x in stacks[1]]
-    way = by(kind, 3, True, cu_seqlens)
+    way = by(kind, 3, False, cu_seqlens)
 
-    def loss(v, da, b, c, initial):
-        y, final = way(v, da, b, c, initial)
+    def loss(*tensors):
+        y, final = way(*tensors)
         return y.square().sum() + final.sin().sum()
 
     mapped = [torch.stack(pair, 1) for pair in zip(*stacks, strict=True)]
     mapped[3] = stacks[0][3]
-    in_dims = (1, 1, 1, None, 1)
+    in_dims = (1, 1, 1, None, 1, 1, 1)
     y, final = torch.func.vmap(way, in_dims)(*mapped)
-    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(5))), in_dims)(*mapped)
+    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(7))), in_dims)(*mapped)
     for place, stack in enumerate(stacks):
-        slices = [*stack[:3], stacks[0][3], stack[4]]
+        slices = [*stack[:3], stacks[0][3], *stack[4:]]
         want_y, want_final = way(*slices)
         assert_same(want_y, y[place])
         assert_same(want_final, final[place])
-        for want, got in zip(torch.func.grad(loss, tuple(range(5)))(*slices), grads, strict=True):
+        for want, got in zip(torch.func.grad(loss, tuple(range(7)))(*slices), grads, strict=True):
             assert_same(want, got[place], "grad")
 
 
@@ -195,14 +233,13 @@ def test_decay_gradient_of_half_types_is_that_of_float32():
     """Half inputs are widened before the decay's gradient is summed."""
     for dtype in (torch.bfloat16, torch.float16):
         inputs = core_inputs(s=40, m=2, dtype=dtype)
-        narrow = [inputs[0], inputs[1].float(), *inputs[2:4], inputs[4].float()]
+        narrow = [inputs[0], inputs[1].float(), *inputs[2:4], *(x.float() for x in inputs[4:])]
         wide = [x.float() for x in inputs]
         grads = [
             core_backward(
                 randn(2, 40, 2, 2, 3, seed=6).float(),
                 randn(2, 2, 3, 4, seed=7).float(),
                 *x,
-                True,
                 16,
                 None,
             )
@@ -210,6 +247,8 @@ def test_decay_gradient_of_half_types_is_that_of_float32():
         ]
         assert_same(grads[1].da, grads[0].da, "grad")
         assert_same(grads[1].initial, grads[0].initial, "grad")
+        assert_same(grads[1].scale, grads[0].scale, "grad")
+        assert_same(grads[1].own, grads[0].own, "grad")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,7 +257,7 @@ def test_half_types_accumulate_in_float32(kind, dtype):
     if is_native(kind) and dtype == torch.float16:
         pytest.skip("the kernels store float32 and bfloat16; float16 is portable")
     inputs = core_inputs(s=65, h=4, g=2, dtype=dtype)
-    inputs[1] = inputs[1].float()
+    inputs = [x.float() if x.dim() == 3 else x for x in inputs]
     y, final = by(kind, 16)(*inputs)
     assert y.dtype == dtype
     assert final.dtype == torch.float32
@@ -275,16 +314,17 @@ def test_final_state_holds_no_other_memory(kind):
 
 
 def test_one_tensor_may_fill_two_arguments(kind):
-    """The same tensor as keys and queries works, compiled too, with the summed gradient."""
-    v, da, k, _, initial = core_inputs(dtype=dtype_of(kind))
+    """One tensor as keys and queries, one as both weights: compiled too, gradients summed."""
+    v, da, k, _, initial, scale, _ = core_inputs(dtype=dtype_of(kind))
     way = by(kind, 4)
-    both = lambda v, k: way(v, da, k, k, initial)  # noqa: E731
+    both = lambda v, k, w: way(v, da, k, k, initial, w, w)  # noqa: E731
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    assert_ways_agree(lambda v, k: reference()(v, da, k, k, initial), both, [v, k])
-    assert_ways_agree(both, compiled, [v, k])
+    want = lambda v, k, w: reference()(v, da, k, k, initial, w, w)  # noqa: E731
+    assert_ways_agree(want, both, [v, k, scale])
+    assert_ways_agree(both, compiled, [v, k, scale])
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (4,), (2, 3)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (4,), (2, 3), (5,), (6,)])
 def test_gradient_of_some_inputs_only(kind, wanted):
     """Any subset of the inputs may ask for a gradient."""
     grads = []
@@ -332,7 +372,7 @@ def test_opcheck(packed):
     grads = [randn(1, 7, 1, 2, 3, seed=6), randn(3 if packed else 1, 2, 3, 4, seed=7)]
     tests = ("test_schema", "test_faketensor")
     for tensors in (inputs, [x.mT.contiguous().mT for x in inputs], [x.bfloat16() for x in inputs]):
-        arguments = (*tensors, True, 4, cu_seqlens, "portable")
+        arguments = (*tensors, 4, cu_seqlens, "portable")
         torch.library.opcheck(SSD_CORE.fwd_op, arguments, test_utils=tests)
         torch.library.opcheck(SSD_CORE.bwd_op, (*grads, *arguments), test_utils=tests)
 
@@ -348,9 +388,9 @@ def test_opcheck_native(kind, packed):
         randn(3 if packed else 1, 2, 3, 4, seed=7, dtype=torch.float32),
     ]
     tests = ("test_schema", "test_faketensor")
-    narrow = [inputs[0].bfloat16(), inputs[1], *(x.bfloat16() for x in inputs[2:4]), inputs[4]]
+    narrow = [x.bfloat16() if x.dim() == 5 else x for x in inputs]
     for tensors in (inputs, narrow):
-        arguments = (*tensors, True, 4, cu_seqlens, "native")
+        arguments = (*tensors, 4, cu_seqlens, "native")
         with running(kind):
             torch.library.opcheck(SSD_CORE.fwd_op, arguments, test_utils=tests)
             heads = (grads[0].to(tensors[0].dtype), grads[1])
@@ -454,6 +494,18 @@ def test_step_unrolled_equals_scan(dtype):
     assert_ways_agree(ssd, steps, inputs)
 
 
+@pytest.mark.parametrize("skip", [None, 4], ids=["plain", "skip"])
+def test_half_types_of_the_mamba2_scan_are_rounded_once(kind, skip):
+    """With a skip too, the output is the float32 result, rounded at the very end."""
+    x, b, c = (randn(2, 40, n, 5, seed=seed).bfloat16() for seed, n in ((1, 4), (4, 2), (5, 2)))
+    dt, a = rand(2, 40, 4, seed=2, dtype=torch.float32), -rand(4, seed=3, dtype=torch.float32)
+    skip = skip and randn(skip, seed=6, dtype=torch.float32)
+    how = {"impl": "native"} if is_native(kind) else {"path": SsdPath(kind, 16)}
+    want = ssd(x.float(), dt, a, b.float(), c.float(), skip, **how).y_bshp
+    got = ssd(x, dt, a, b, c, skip, **how).y_bshp
+    assert torch.equal(want.bfloat16(), got)
+
+
 BAD_CALLS = {
     "v_bsmhp must have 5 axes": lambda i: {0: i[0][0]},
     "sequence length is 7": lambda i: {1: i[1][:, :6]},
@@ -467,6 +519,9 @@ BAD_CALLS = {
     "da_bsh must be on the device": lambda i: {1: i[1].to("meta")},
     "initial state must have shape (2, 2, 3, 4)": lambda i: {4: i[4][:1]},
     "v_bsmhp must be a tensor": lambda i: {0: [1.0]},
+    "scale_bsh must have 3 axes": lambda i: {5: i[5][0]},
+    "heads is 2 in v_bsmhp": lambda i: {6: i[6][..., :1]},
+    "own_bsh (torch.float32) must accumulate": lambda i: {6: i[6].float()},
 }
 
 
@@ -508,6 +563,12 @@ def test_rejects_implementations_it_cannot_obey():
         ssd_core(*core_inputs(), impl="reference", path=SsdPath())
     with pytest.raises(ConfigError, match="impl must be one of"):
         ssd_core(*core_inputs(), impl="fast")
+
+
+def test_rejects_two_words_on_the_own_weight():
+    """`strict` says what `own` is, so that both together are refused."""
+    with pytest.raises(ConfigError, match="strict is own_bsh = 0"):
+        ssd_core(*core_inputs(), strict=True)
 
 
 def test_guards_find_nan_only_when_on():

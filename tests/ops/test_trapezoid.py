@@ -117,6 +117,19 @@ def test_steps_equal_scan(pathway, length):
     assert_ways_agree(scan(pathway=pathway), steps, scan_inputs(s=length))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pathway", PATHWAYS)
+def test_half_types_are_rounded_once(pathway, kind):
+    """bfloat16 tokens give the float32 result, rounded at the very end, in both pathways."""
+    inputs = scan_inputs(s=40, dtype=torch.bfloat16)
+    inputs = [x.float() if x.dim() == 3 else x for x in inputs]
+    with running(kind):
+        way = scan(pathway=pathway, **how(kind, 16))
+        want, got = way(*(x.float() for x in inputs)), way(*inputs)
+    assert torch.equal(want[0].bfloat16(), got[0])
+    assert torch.equal(want[1], got[1])
+
+
 @pytest.mark.parametrize("order", [("single", "double"), ("double", "single")])
 def test_pathway_can_change_between_pieces(order):
     """A prefix by one pathway and the rest by the other equals the whole."""

@@ -4,6 +4,7 @@ Every scan takes its initial state, returns its final state, and carries gradien
 The mathematics of an operator is in the README.md of its folder.
 """
 
+from anymamba.ops import decode
 from anymamba.ops.bundles import (
     Mamba2SsdInput,
     Mamba3DoubleSsdInput,
@@ -20,6 +21,8 @@ from anymamba.ops.conv import (
     causal_conv1d_step,
     extend_row,
 )
+from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
+from anymamba.ops.loss import cross_entropy_rows, head_cross_entropy
 from anymamba.ops.native import NativeStatus, native_status
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
@@ -71,6 +74,7 @@ from anymamba.ops.ssd import (
     ssd_core,
     ssd_step,
 )
+from anymamba.ops.tail import gated_product, gated_tail
 from anymamba.ops.trapezoid import (
     PATHWAYS,
     TrapezoidCoefficients,
@@ -93,6 +97,7 @@ __all__ = [
     "ConvStepOutput",
     "CoreOutput",
     "ExtendedRow",
+    "Keys",
     "Mamba2SsdInput",
     "Mamba2SsdPath",
     "Mamba3DoubleSsdInput",
@@ -118,19 +123,26 @@ __all__ = [
     "causal_conv1d_step",
     "check_one_precision",
     "clamp_dt",
+    "cross_entropy_rows",
     "cumulate_angles",
     "cumulate_quaternions",
+    "decode",
     "div_eps",
     "double_ssd_serial_recalculated",
     "extend_row",
+    "gated_product",
     "gated_rms_norm",
+    "gated_tail",
     "guard",
+    "head_cross_entropy",
     "heavy_tail",
     "k1_ssd_chunk_cumsum",
     "k2_ssd_bmm",
     "k3_ssd_chunk_state",
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
+    "keys_by_angle",
+    "keys_by_quaternion",
     "native_status",
     "quaternion_conjugate",
     "quaternion_from_vector",

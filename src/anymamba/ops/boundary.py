@@ -82,10 +82,11 @@ class Operator:
         LIBRARY.define(f"{name}_fwd({arguments}) -> ({_tensors(outputs)})")
         LIBRARY.define(f"{name}_bwd({gradients}, {arguments}) -> ({_tensors(self.width)})")
         LIBRARY.impl(f"{name}_fwd", _bare(self.forward, outputs), "CompositeExplicitAutograd")
-        LIBRARY.impl(f"{name}_bwd", self.backward, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{name}_bwd", _bare(self.backward, self.width), "CompositeExplicitAutograd")
         fake_fwd = _bare(lambda *args: fake(*args[:-1]), outputs)
         torch.library.register_fake(f"anymamba::{name}_fwd", fake_fwd, lib=LIBRARY)
-        torch.library.register_fake(f"anymamba::{name}_bwd", self._fake_backward, lib=LIBRARY)
+        fake_bwd = _bare(self._fake_backward, self.width)
+        torch.library.register_fake(f"anymamba::{name}_bwd", fake_bwd, lib=LIBRARY)
         self.fwd_op = getattr(torch.ops.anymamba, f"{name}_fwd")
         self.bwd_op = getattr(torch.ops.anymamba, f"{name}_bwd")
         self.function = _recompute_function(self)
@@ -236,7 +237,7 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
             guard(name, **{f"grad_out_{place}": grad for place, grad in enumerate(grads)})
             # Dynamo cannot trace a Function inside a backward; the bare operator is enough there.
             body = bwd_op if torch.compiler.is_compiling() else Backward.apply
-            result = body(*(grad.contiguous() for grad in grads), *args)
+            result = _as_tuple(body(*(grad.contiguous() for grad in grads), *args))
             guard(name, **{f"grad_in_{place}": grad for place, grad in enumerate(result)})
             needed = [
                 grad if wanted else None

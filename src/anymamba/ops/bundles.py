@@ -15,7 +15,6 @@ from anymamba.errors import ConfigError
 from anymamba.notation import bind_dims
 from anymamba.ops.checks import check_one_precision, guard
 from anymamba.ops.ssd import SsdPath, add_skip, ssd_core
-from anymamba.ops.trapezoid import same_step
 
 __all__ = [
     "Mamba2SsdInput",
@@ -72,7 +71,8 @@ class _Bundle(ABC):
         b_bnlmhr: Tensor,
         c_bnlmhr: Tensor,
         path: SsdPath,
-        strict: bool,
+        scale_bnlh: Tensor | None = None,
+        own_bnlh: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         count, length, rank = v_bnlmhp.shape[1:4]
         y_bsmhp, final_bhpr = ssd_core(
@@ -81,7 +81,7 @@ class _Bundle(ABC):
             b_bnlmhr.flatten(1, 2),
             c_bnlmhr.flatten(1, 2),
             self._start(self._compute(path)),
-            strict=strict,
+            *(None if x is None else x.flatten(1, 2) for x in (scale_bnlh, own_bnlh)),
             path=SsdPath(path.kind, length * rank),
         )
         return y_bsmhp.unflatten(1, (count, length)), final_bhpr
@@ -108,12 +108,13 @@ class Mamba2SsdInput(_Bundle):
         """Run by the algorithm of `path`; returns y_bnlhp and the final state."""
         dt_bnlh = self.dt_bnlh.to(self._compute(path))
         y_bnlmhp, final_bhpr = self._core(
-            (dt_bnlh.unsqueeze(-1) * self.x_bnlhp).unsqueeze(3),
+            # Widened: the scan's output is rounded only after the skip.
+            self.x_bnlhp.to(dt_bnlh.dtype).unsqueeze(3),
             dt_bnlh * self.a_decay_h,
             self.b_bnlhr.unsqueeze(3),
             self.c_bnlhr.unsqueeze(3),
             path,
-            strict=False,
+            dt_bnlh,
         )
         y_bnlhp = add_skip(type(self).__name__, y_bnlmhp.squeeze(3), self.x_bnlhp, self.d_h)
         return y_bnlhp.to(self.x_bnlhp.dtype), final_bhpr
@@ -140,9 +141,7 @@ class Mamba3DoubleSsdInput(_Bundle):
 
     def run(self, path: SsdPath) -> tuple[Tensor, Tensor]:
         """Run by the algorithm of `path`; returns y_bnlmhp and the final state."""
-        return self._core(
-            self.v_bnlmhp, self.da_bnlh, self.b_bnlmhr, self.c_bnlmhr, path, strict=False
-        )
+        return self._core(self.v_bnlmhp, self.da_bnlh, self.b_bnlmhr, self.c_bnlmhr, path)
 
     double_ssd_minimal = _Bundle.minimal
     double_ssd_serial = _Bundle.serial
@@ -168,21 +167,15 @@ class Mamba3SingleSsdInput(_Bundle):
 
     def run(self, path: SsdPath) -> tuple[Tensor, Tensor]:
         """Run by the algorithm of `path`; returns y_bnlmhp and the final state."""
-        scale_bnlh = self.scale_bnlh.to(self._compute(path))
-        y_bnlmhp, final_bhpr = self._core(
-            scale_bnlh[:, :, :, None, :, None] * self.v_bnlmhp,
+        return self._core(
+            self.v_bnlmhp,
             self.da_bnlh,
             self.b_bnlmhr,
             self.c_bnlmhr,
             path,
-            strict=True,
+            self.scale_bnlh,
+            self.gamma_bnlh,
         )
-        own_bsmhp = same_step(
-            self.gamma_bnlh.flatten(1, 2),
-            *(x.flatten(1, 2) for x in (self.v_bnlmhp, self.b_bnlmhr, self.c_bnlmhr)),
-        )
-        y_bnlmhp = y_bnlmhp + own_bsmhp.view(y_bnlmhp.shape)
-        return y_bnlmhp.to(self.v_bnlmhp.dtype), final_bhpr
 
     single_ssd_minimal = _Bundle.minimal
     single_ssd_serial = _Bundle.serial

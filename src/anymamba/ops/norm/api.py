@@ -11,8 +11,10 @@ from torch import Tensor
 
 from anymamba.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
-from anymamba.ops.norm.blocked import gated_norm, norm
-from anymamba.ops.numerics import accumulate_dtype
+from anymamba.ops.norm.blocked import GATED_RMS_NORM, RMS_NORM, gated_norm, norm
+from anymamba.ops.norm.reference import gated_rms_norm_reference, rms_norm_reference
+from anymamba.ops.norm.residual import add, add_norm
+from anymamba.ops.select import select_impl
 
 __all__ = ["AddNorm", "add_layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm"]
 
@@ -25,7 +27,12 @@ class AddNorm(NamedTuple):
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-5, group_size: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """Divide the last axis, or each group of it, by its root mean square and weigh it.
 
@@ -36,6 +43,7 @@ def rms_norm(
         weight: one number per entry of the last axis; any floating dtype.
         eps: inside the root; positive, so that an all-zero slice has a finite gradient.
         group_size: width of a group; must divide the last axis; None means one group.
+        impl: "auto", "portable", "native" or "reference".
 
     Returns:
         A tensor like `x`.
@@ -44,13 +52,17 @@ def rms_norm(
         ShapeError: `weight` does not fit the last axis.
         ConfigError: `eps` is not positive, or `group_size` does not divide the last axis.
         DtypeError: an argument is not floating point.
+        BackendError: `impl` cannot serve the call.
 
     Example:
         >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), group_size=2)
         tensor([0.8485, 1.1314, 0.0000, 0.0000])
     """
     size = _check("rms_norm", {"x": x}, {}, {"weight": weight}, eps, group_size)
-    return norm(x, weight, eps, size)
+    kernel = select_impl("rms_norm", impl, RMS_NORM, (x, weight))
+    if kernel == "reference":
+        return rms_norm_reference(x, weight, eps=eps, group_size=size)
+    return norm(x, weight, eps, size, kernel)
 
 
 def gated_rms_norm(
@@ -61,6 +73,7 @@ def gated_rms_norm(
     eps: float = 1e-5,
     group_size: int | None = None,
     norm_before_gate: bool,
+    impl: str = "auto",
 ) -> Tensor:
     """Normalise `x` and gate it with `silu(z)`, in one of the two orders.
 
@@ -74,6 +87,7 @@ def gated_rms_norm(
         eps: inside the root; positive.
         group_size: width of a group; must divide the last axis; None means one group.
         norm_before_gate: the order.
+        impl: "auto", "portable", "native" or "reference".
 
     Returns:
         A tensor like `x`.
@@ -82,14 +96,21 @@ def gated_rms_norm(
         ShapeError: `z` or `weight` do not fit `x`.
         ConfigError: `eps` is not positive, or `group_size` does not divide the last axis.
         DtypeError: dtypes disagree or are not floating point.
+        BackendError: `impl` cannot serve the call.
 
     Example:
         >>> x, z = torch.tensor([3.0, 4.0]), torch.zeros(2)
         >>> gated_rms_norm(x, z, torch.ones(2), norm_before_gate=True)
         tensor([0., 0.])
     """
-    size = _check("gated_rms_norm", {"x": x, "z": z}, {}, {"weight": weight}, eps, group_size)
-    return gated_norm(x, z, weight, eps, size, norm_before_gate)
+    where = "gated_rms_norm"
+    size = _check(where, {"x": x, "z": z}, {}, {"weight": weight}, eps, group_size)
+    kernel = select_impl(where, impl, GATED_RMS_NORM, (x, z, weight))
+    if kernel == "reference":
+        return gated_rms_norm_reference(
+            x, z, weight, eps=eps, group_size=size, norm_before_gate=norm_before_gate
+        )
+    return gated_norm(x, z, weight, eps, size, norm_before_gate, kernel)
 
 
 def add_rms_norm(
@@ -99,6 +120,7 @@ def add_rms_norm(
     *,
     eps: float = 1e-5,
     residual_in_fp32: bool = False,
+    impl: str = "auto",
 ) -> AddNorm:
     """Add a branch to the residual stream and normalise the sum by its root mean square.
 
@@ -113,6 +135,7 @@ def add_rms_norm(
         eps: inside the root; positive.
         residual_in_fp32: keep the stream in float32 beside half types. A stream that comes in
             float32 stays float32 either way.
+        impl: "auto", "portable", "native" or "reference".
 
     Returns:
         `y` in the dtype of `x`, and the stream.
@@ -121,14 +144,18 @@ def add_rms_norm(
         ShapeError: `residual` or `weight` do not fit `x`.
         ConfigError: `eps` is not positive.
         DtypeError: dtypes disagree or are not floating point.
+        BackendError: `impl` cannot serve the call.
 
     Example:
         >>> add_rms_norm(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), torch.ones(2))
         AddNorm(y=tensor([0.8485, 1.1314]), residual=tensor([3., 4.]))
     """
-    size = _check("add_rms_norm", {"x": x}, {"residual": residual}, {"weight": weight}, eps, None)
-    total, stored = _add(x, residual, residual_in_fp32)
-    return AddNorm(norm(total, weight, eps, size).to(x.dtype), stored)
+    _check("add_rms_norm", {"x": x}, {"residual": residual}, {"weight": weight}, eps, None)
+    kernel = select_impl("add_rms_norm", impl, RMS_NORM, (x, weight))
+    if kernel == "reference":
+        total, stored = add(x, residual, residual_in_fp32)
+        return AddNorm(rms_norm_reference(total, weight, eps=eps).to(x.dtype), stored)
+    return AddNorm(*add_norm(x, residual, weight, eps, residual_in_fp32, kernel))
 
 
 def add_layer_norm(
@@ -170,20 +197,10 @@ def add_layer_norm(
     """
     scales = {"weight": weight, "bias": bias}
     size = _check("add_layer_norm", {"x": x}, {"residual": residual}, scales, eps, None)
-    total, stored = _add(x, residual, residual_in_fp32)
+    total, stored = add(x, residual, residual_in_fp32)
     bias = None if bias is None else bias.to(total.dtype)
     y = F.layer_norm(total, (size,), weight.to(total.dtype), bias, eps)
     return AddNorm(y.to(x.dtype), stored)
-
-
-def _add(x: Tensor, residual: Tensor | None, in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum in the dtype to compute in, and as it is stored."""
-    compute = accumulate_dtype(x.dtype)
-    total = x.to(compute)
-    if residual is not None:
-        total = total + residual.to(compute)
-    wide = in_fp32 or (residual is not None and residual.dtype == compute)
-    return total, total if wide else total.to(x.dtype)
 
 
 def _check(

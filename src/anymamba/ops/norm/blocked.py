@@ -12,34 +12,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.ops.boundary import Operator
+from anymamba.ops.native import Kernel
+from anymamba.ops.norm import gated_native, native
 from anymamba.ops.numerics import accumulate_dtype
 
-__all__ = ["gated_norm", "norm"]
+__all__ = ["GATED_RMS_NORM", "RMS_NORM", "gated_norm", "norm", "plain_norm"]
 
 # 1 MiB of float32: the fastest block on CPU (README 6).
 BLOCK_ELEMENTS = 262_144
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, group_size: int, kernel: str) -> Tensor:
     """Normalise groups of the last axis of `x` by their root mean square."""
-    if torch.compiler.is_compiling() or x.numel() <= BLOCK_ELEMENTS:
-        return _plain_norm(x, weight, eps, group_size)[0]
-    return _norm(x.reshape(-1, x.shape[-1]), weight, eps, group_size)[0].view(x.shape)
-
-
-def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, before: bool
-) -> Tensor:
-    """Normalise and gate: `norm(x) * silu(z)` if `before`, else `norm(x * silu(z))`."""
-    if torch.compiler.is_compiling() or x.numel() <= BLOCK_ELEMENTS:
-        return _plain_gated(x, z, weight, eps, group_size, before)[0]
-    rows = _gated(
-        x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1]), weight, eps, group_size, before
-    )[0]
+    if _is_plain(x, kernel):
+        return plain_norm(x, weight, eps, group_size)[0]
+    rows = RMS_NORM(x.reshape(-1, x.shape[-1]), weight, eps, group_size, kernel=kernel)[0]
     return rows.view(x.shape)
 
 
-def _plain_norm(x: Tensor, weight: Tensor, eps: float, group_size: int) -> tuple[Tensor]:
+def gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, before: bool, kernel: str
+) -> Tensor:
+    """Normalise and gate: `norm(x) * silu(z)` if `before`, else `norm(x * silu(z))`."""
+    if _is_plain(x, kernel):
+        return _plain_gated(x, z, weight, eps, group_size, before)[0]
+    flat = (x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1]))
+    return GATED_RMS_NORM(*flat, weight, eps, group_size, before, kernel=kernel)[0].view(x.shape)
+
+
+def _is_plain(x: Tensor, kernel: str) -> bool:
+    # The compiler fuses the plain formula by itself; a small call is faster without a Function.
+    small = torch.compiler.is_compiling() or x.numel() <= BLOCK_ELEMENTS
+    return kernel == "portable" and small
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float, group_size: int) -> tuple[Tensor]:
+    """Return the formula of `norm`, from differentiable functions."""
     return (_formula(x.to(accumulate_dtype(x.dtype)), weight, eps, group_size).to(x.dtype),)
 
 
@@ -180,7 +188,7 @@ def _fake(x_sv: Tensor, *_: object) -> tuple[Tensor]:
 
 
 # A mapped axis (even of the weights) becomes more groups of the same width.
-_norm = Operator(
+RMS_NORM = Operator(
     "rms_norm",
     tensors=("x", "weight"),
     constants="float eps, int group_size",
@@ -188,11 +196,12 @@ _norm = Operator(
     forward=_norm_forward,
     backward=_norm_backward,
     fake=_fake,
-    composite=_plain_norm,
+    composite=plain_norm,
     merge_axes=lambda *_: ((1, 0), (1,)),
     merge_constants=lambda _size, _tensors, constants: constants,
+    native=Kernel(native.refusal, native.forward, native.backward),
 )
-_gated = Operator(
+GATED_RMS_NORM = Operator(
     "gated_rms_norm",
     tensors=("x", "z", "weight"),
     constants="float eps, int group_size, bool before",
@@ -203,4 +212,5 @@ _gated = Operator(
     composite=_plain_gated,
     merge_axes=lambda *_: ((1, 1, 0), (1,)),
     merge_constants=lambda _size, _tensors, constants: constants,
+    native=Kernel(gated_native.refusal, gated_native.forward, gated_native.backward),
 )

@@ -46,6 +46,8 @@ def ssd_core(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor | None = None,
+    scale_bsh: Tensor | None = None,
+    own_bsh: Tensor | None = None,
     *,
     strict: bool = False,
     path: SsdPath | None = None,
@@ -54,8 +56,8 @@ def ssd_core(
 ) -> CoreOutput:
     """Run the one scan behind Mamba-2 and Mamba-3, from a state to a state.
 
-        H[t] = exp(da[t]) H[t-1] + sum_q v[t,q] b[t,q]^T
-        y[t,q] = H[t] c[t,q]                        strict: (exp(da[t]) H[t-1]) c[t,q]
+        H[t] = exp(da[t]) H[t-1] + scale[t] sum_q v[t,q] b[t,q]^T
+        y[t,q] = (exp(da[t]) H[t-1] + own[t] sum_q' v[t,q'] b[t,q']^T) c[t,q]
 
     Args:
         v_bsmhp: values; one per rank and head.
@@ -64,7 +66,9 @@ def ssd_core(
         c_bsmgr: queries; per group.
         initial_bhpr: state before the first token; zeros when omitted; one row per sequence
             when packed; receives a gradient.
-        strict: leave a token's own contribution out of its output.
+        scale_bsh: weight of a token in the state, and so in later outputs; 1 when omitted.
+        own_bsh: weight of a token in its own output; that in the state when omitted.
+        strict: leave a token's own contribution out of its output; not together with `own_bsh`.
         path: algorithm and chunk length; see `SsdPath`.
         impl: "auto", "portable", "native" or "reference".
         cu_seqlens: borders of packed sequences; batch must be 1.
@@ -82,63 +86,77 @@ def ssd_core(
         tensor([1., 2., 3.])
     """
     where = "ssd_core"
-    dims = bind_dims(where, v_bsmhp=v_bsmhp, da_bsh=da_bsh, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr)
+    named = {
+        "v_bsmhp": v_bsmhp,
+        "da_bsh": da_bsh,
+        "b_bsmgr": b_bsmgr,
+        "c_bsmgr": c_bsmgr,
+        "scale_bsh": scale_bsh,
+        "own_bsh": own_bsh,
+    }
+    dims = bind_dims(where, **named)
     check_groups(where, dims["h"], dims["g"])
-    compute = check_one_precision(
-        where,
-        v_bsmhp=v_bsmhp,
-        da_bsh=da_bsh,
-        b_bsmgr=b_bsmgr,
-        c_bsmgr=c_bsmgr,
-        initial=initial_bhpr,
-    )
+    compute = check_one_precision(where, **named, initial=initial_bhpr)
+    zero = v_bsmhp.new_zeros((), dtype=compute)
     initial_bhpr = initial_state(
         where,
         initial_bhpr,
         (dims["b"], dims["h"], v_bsmhp.shape[-1], dims["r"]),
-        v_bsmhp.new_zeros((), dtype=compute),
+        zero,
         cu_seqlens,
         dims["s"],
     )
+    if strict and own_bsh is not None:
+        raise ConfigError(
+            f"{where}: strict is own_bsh = 0, so only one of them can be given; got both. "
+            "Leave one of them out."
+        )
+    given = scale_bsh, zero.expand(da_bsh.shape) if strict else own_bsh
+    weights = _weights((zero + 1).expand(da_bsh.shape), *given)
     if path is not None and not isinstance(path, SsdPath):
         raise ConfigError(f"{where}: path must be an SsdPath; got {type(path).__name__}.")
     tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
-    chosen = select_impl(where, impl, SSD_CORE, tensors, path)
-    guard(
-        where,
-        v_bsmhp=v_bsmhp,
-        da_bsh=da_bsh,
-        b_bsmgr=b_bsmgr,
-        c_bsmgr=c_bsmgr,
-        initial=initial_bhpr,
-    )
+    chosen = select_impl(where, impl, SSD_CORE, (*tensors, *weights), path)
+    guard(where, **named, initial=initial_bhpr)
     with full_precision(v_bsmhp):
         if chosen == "reference":
-            y_bsmhp, final_bhpr = ssd_core_reference(*tensors, strict, cu_seqlens)
+            y_bsmhp, final_bhpr = ssd_core_reference(*tensors, *weights, cu_seqlens)
         else:
-            y_bsmhp, final_bhpr = _chunked(tensors, strict, path or SsdPath(), chosen, cu_seqlens)
+            y_bsmhp, final_bhpr = _chunked(
+                tensors, weights, given, path or SsdPath(), chosen, cu_seqlens
+            )
     guard(where, y_bsmhp=y_bsmhp, final_bhpr=final_bhpr)
     return CoreOutput(y_bsmhp, final_bhpr)
 
 
+def _weights(
+    ones_bsh: Tensor, scale_bsh: Tensor | None, own_bsh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Fill in what is not given: a scale of 1, and an own weight that is the scale."""
+    scale_bsh = ones_bsh if scale_bsh is None else scale_bsh
+    return scale_bsh, scale_bsh if own_bsh is None else own_bsh
+
+
 def _chunked(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    strict: bool,
+    weights: tuple[Tensor, Tensor],
+    given: tuple[Tensor | None, Tensor | None],
     path: SsdPath,
     kernel: str,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Run the path's algorithm; the plain ones save the products of weights that are not given."""
     v_bsmhp, b_bsmgr = tensors[0], tensors[2]
     rank = v_bsmhp.shape[2]
     # The matrices inside a chunk have l * m rows, so the rank shortens the chunk.
     chunk_len = max(1, path.chunk_len_or_optimal(b_bsmgr.shape[-1], v_bsmhp.shape[-1]) // rank)
     if path.kind == "minimal":
-        return ssd_core_minimal(*tensors, strict, chunk_len, cu_seqlens)
+        return ssd_core_minimal(*tensors, *given, chunk_len, cu_seqlens)
     # A traced loop over chunks would be unrolled anew for every length: trace the operator instead.
     if path.kind == "serial" and not torch.compiler.is_compiling():
-        return ssd_core_serial(*tensors, strict, chunk_len, cu_seqlens)
+        return ssd_core_serial(*tensors, *given, chunk_len, cu_seqlens)
     return SSD_CORE(  # pyright: ignore[reportReturnType]
-        *tensors, strict, chunk_len, cu_seqlens, kernel=kernel
+        *tensors, *weights, chunk_len, cu_seqlens, kernel=kernel
     )
 
 
@@ -211,12 +229,15 @@ def ssd(
     )
     guard(where, x_bshp=x_bshp, dt_bsh=dt_bsh, a_h=a_h, b_bsgr=b_bsgr, c_bsgr=c_bsgr, skip=skip)
     dt_bsh = dt_bsh.to(compute)
+    # The scan rounds its output to the dtype of its values: with a skip that is not yet the result.
+    values_bshp = x_bshp if skip is None else x_bshp.to(compute)
     y_bsmhp, final_bhpr = ssd_core(
-        (dt_bsh.unsqueeze(-1) * x_bshp).unsqueeze(2),
+        values_bshp.unsqueeze(2),
         dt_bsh * a_h.to(compute),
         b_bsgr.unsqueeze(2),
         c_bsgr.unsqueeze(2),
         initial_bhpr,
+        dt_bsh,
         path=path,
         impl=impl,
         cu_seqlens=cu_seqlens,

@@ -10,10 +10,24 @@ __all__ = ["backward", "forward", "refusal"]
 
 
 def refusal(
-    v_bsmhp: Tensor, da_bsh: Tensor, b_bsmgr: Tensor, c_bsmgr: Tensor, initial_bhpr: Tensor
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
 ) -> str | None:
     """Say why the kernel cannot serve these tensors; None when it can."""
-    return check_storage(v=v_bsmhp, da=da_bsh, b=b_bsmgr, c=c_bsmgr, initial=initial_bhpr)
+    return check_storage(
+        v=v_bsmhp,
+        da=da_bsh,
+        b=b_bsmgr,
+        c=c_bsmgr,
+        initial=initial_bhpr,
+        scale=scale_bsh,
+        own=own_bsh,
+    )
 
 
 def forward(
@@ -22,7 +36,8 @@ def forward(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,11 +48,11 @@ def forward(
     """
     y_bsmhp = v_bsmhp.new_empty(v_bsmhp.shape)
     final_bhpr = initial_bhpr.new_empty(initial_bhpr.shape, dtype=torch.float32)
-    inputs = (*_by_rows(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr), initial_bhpr)
+    inputs = _inputs(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, scale_bsh, own_bsh)
     run_kernel(
         "ssd_forward",
         [*inputs, _borders(cu_seqlens), y_bsmhp, final_bhpr],
-        _sizes(v_bsmhp, b_bsmgr, strict, cu_seqlens),
+        _sizes(v_bsmhp, b_bsmgr, cu_seqlens),
     )
     return y_bsmhp, final_bhpr
 
@@ -50,39 +65,42 @@ def backward(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> CoreGradients:
     """Differentiate the scan from its inputs alone; nothing of the forward is kept."""
-    inputs = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
+    inputs = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, scale_bsh, own_bsh)
     grads = CoreGradients(*(x.new_empty(x.shape) for x in inputs))
     run_kernel(
         "ssd_backward",
         [
-            *_by_rows(grad_y_bsmhp),
+            _by_rows(grad_y_bsmhp),
             grad_final_bhpr,
-            *_by_rows(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr),
-            initial_bhpr,
+            *_inputs(*inputs),
             _borders(cu_seqlens),
             *grads,
         ],
-        _sizes(v_bsmhp, b_bsmgr, strict, cu_seqlens),
+        _sizes(v_bsmhp, b_bsmgr, cu_seqlens),
     )
     return grads
 
 
-def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # The kernel reads the last axis number by number; every other axis may have any stride.
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+def _inputs(v: Tensor, da: Tensor, b: Tensor, c: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return _by_rows(v), da, _by_rows(b), _by_rows(c), *others
+
+
+def _by_rows(rows: Tensor) -> Tensor:
+    # The kernel reads rows along their last axis. Every other axis, and all axes of decays, weights
+    # and states, may have any stride: an absent weight is one expanded number.
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _borders(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
 
 
-def _sizes(
-    v_bsmhp: Tensor, b_bsmgr: Tensor, strict: bool, cu_seqlens: Tensor | None
-) -> tuple[int, ...]:
+def _sizes(v_bsmhp: Tensor, b_bsmgr: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    return (*v_bsmhp.shape, *b_bsmgr.shape[3:], packed, int(strict))
+    return (*v_bsmhp.shape, *b_bsmgr.shape[3:], packed)

@@ -17,10 +17,13 @@ from torch import Tensor
 from anymamba.ops.ssd.adjoint import CoreGradients, block_adjoint, grown_outer
 from anymamba.ops.ssd.stages import (
     ChunkDecay,
+    add_own,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
     k5_ssd_chunk_scan,
+    over_positions,
+    own_pairs,
 )
 from anymamba.ops.ssd.walk import Walk
 
@@ -35,7 +38,8 @@ def core_forward(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,11 +51,13 @@ def core_forward(
     carry = None
     for block in walk.blocks:
         v, b, c = (walk.fused(x, block) for x in (v_bsmhp, b_bsmgr, c_bsmgr))
-        decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
-        made_bnhpr = k3_ssd_chunk_state(v, b, decay)
+        da, scale, own = (walk.timed(x, block) for x in (da_bsh, scale_bsh, own_bsh))
+        scaled = over_positions(scale, v.shape[2]) * v
+        decay, cb = k1_ssd_chunk_cumsum(da), k2_ssd_bmm(c, b)
+        made_bnhpr = k3_ssd_chunk_state(scaled, b, decay)
         entries, exits = _pass_on(walk, block, made_bnhpr, decay, carry, initial)
-        y = k5_ssd_chunk_scan(decay, v, c, k2_ssd_bmm(c, b), _joined(entries), strict)
-        walk.write(y_bsmhp, block, y)
+        y = k5_ssd_chunk_scan(decay, scaled, c, cb, _joined(entries), strict=True)
+        walk.write(y_bsmhp, block, add_own(y, own_pairs(cb, da.shape[2]), own, v))
         carry = exits[-1]
         final_bhpr = walk.keep_finals(final_bhpr, block, exits)
     return y_bsmhp, walk.fill_empty(final_bhpr, initial)
@@ -65,19 +71,22 @@ def core_backward(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
     chunk_len: int,
     cu_seqlens: Tensor | None,
 ) -> CoreGradients:
     """Walk the blocks from right to left (README section 4)."""
     walk = Walk(v_bsmhp, chunk_len, cu_seqlens)
-    grad_v, grad_da, grad_b, grad_c = (walk.buffer(x) for x in (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr))
+    inputs = v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, scale_bsh, own_bsh
+    buffers = [walk.buffer(x) for x in inputs]
     grad_final = walk.rows(grad_final_bhpr)
     grad_initial = _zeros(initial_bhpr, walk)
     carry = None
-    for block, entries in _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr):
+    for block, entries in _states_reversed(walk, v_bsmhp, da_bsh, b_bsmgr, initial_bhpr, scale_bsh):
         grad_y, v, b, c = (walk.fused(x, block) for x in (grad_y_bsmhp, v_bsmhp, b_bsmgr, c_bsmgr))
-        decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
+        da, scale, own = (walk.timed(x, block) for x in (da_bsh, scale_bsh, own_bsh))
+        decay = k1_ssd_chunk_cumsum(da)
         grad_exits, grad_entries = _pass_back(
             walk, block, grown_outer(grad_y, c, decay), decay, carry, grad_final
         )
@@ -87,16 +96,18 @@ def core_backward(
             decay,
             b,
             c,
+            scale,
+            own,
             _joined(entries),
             _joined(grad_exits),
-            strict,
         )
-        for target, piece in zip((grad_v, grad_da, grad_b, grad_c), grads, strict=True):
+        for target, piece in zip(buffers, grads, strict=True):
             walk.write(target, block, piece)
         carry = grad_entries[0]
         grad_initial = walk.keep_initials(grad_initial, block, grad_entries)
-    grad_initial = walk.fill_empty(grad_initial, grad_final)
-    return CoreGradients(grad_v, grad_da, grad_b, grad_c, grad_initial.to(initial_bhpr.dtype))
+    grad_initial = walk.fill_empty(grad_initial, grad_final).to(initial_bhpr.dtype)
+    grad_v, grad_da, grad_b, grad_c, grad_scale, grad_own = buffers
+    return CoreGradients(grad_v, grad_da, grad_b, grad_c, grad_initial, grad_scale, grad_own)
 
 
 def _zeros(state_bhpr: Tensor, walk: Walk) -> Tensor:
@@ -149,14 +160,21 @@ def _pass_back(
 
 
 def _states_reversed(
-    walk: Walk, v_bsmhp: Tensor, da_bsh: Tensor, b_bsmgr: Tensor, initial_bhpr: Tensor
+    walk: Walk,
+    v_bsmhp: Tensor,
+    da_bsh: Tensor,
+    b_bsmgr: Tensor,
+    initial_bhpr: Tensor,
+    scale_bsh: Tensor,
 ) -> Iterator[tuple[range, Tensors]]:
     """Yield (block, states before its chunks) from the last block to the first."""
     initial = walk.rows(initial_bhpr)
 
     def advance(block: range, carry: Tensor | None) -> tuple[Tensors, Tensors]:
         decay = k1_ssd_chunk_cumsum(walk.timed(da_bsh, block))
-        made = k3_ssd_chunk_state(walk.fused(v_bsmhp, block), walk.fused(b_bsmgr, block), decay)
+        v = walk.fused(v_bsmhp, block)
+        scaled = over_positions(walk.timed(scale_bsh, block), v.shape[2]) * v
+        made = k3_ssd_chunk_state(scaled, walk.fused(b_bsmgr, block), decay)
         return _pass_on(walk, block, made, decay, carry, initial)
 
     span = math.isqrt(len(walk.blocks))

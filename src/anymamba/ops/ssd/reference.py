@@ -16,7 +16,8 @@ def ssd_core_reference(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor,
+    own_bsh: Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence of README section 2 token by token; autograd does the rest."""
@@ -31,7 +32,8 @@ def ssd_core_reference(
                     b_bsmgr[:, start:stop],
                     c_bsmgr[:, start:stop],
                     final_1hpr,
-                    strict,
+                    scale_bsh[:, start:stop],
+                    own_bsh[:, start:stop],
                 )
                 ys.append(y_1smhp)
             finals.append(final_1hpr)
@@ -43,13 +45,15 @@ def ssd_core_reference(
     b = b_bsmgr.to(compute).repeat_interleave(heads_per_group, 3)
     c = c_bsmgr.to(compute).repeat_interleave(heads_per_group, 3)
     alpha_bsh = da_bsh.to(compute).exp()
+    scale, own = scale_bsh.to(compute), own_bsh.to(compute)
     state_bhpr = initial_bhpr.to(compute)
     ys = []
-    for v_bmhp, b_bmhr, c_bmhr, alpha_bh in zip(
-        v.unbind(1), b.unbind(1), c.unbind(1), alpha_bsh.unbind(1), strict=True
+    for v_bmhp, b_bmhr, c_bmhr, alpha_bh, scale_bh, own_bh in zip(
+        *(x.unbind(1) for x in (v, b, c, alpha_bsh, scale, own)), strict=True
     ):
         decayed_bhpr = alpha_bh[..., None, None] * state_bhpr
-        state_bhpr = decayed_bhpr + torch.einsum("bmhp,bmhr->bhpr", v_bmhp, b_bmhr)
-        read_bhpr = decayed_bhpr if strict else state_bhpr
+        made_bhpr = torch.einsum("bmhp,bmhr->bhpr", v_bmhp, b_bmhr)
+        state_bhpr = decayed_bhpr + scale_bh[..., None, None] * made_bhpr
+        read_bhpr = decayed_bhpr + own_bh[..., None, None] * made_bhpr
         ys.append(torch.einsum("bhpr,bmhr->bmhp", read_bhpr, c_bmhr))
     return torch.stack(ys, 1).to(v_bsmhp.dtype), state_bhpr

@@ -23,21 +23,19 @@ def _fake(v_bsmhp: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty(v_bsmhp.shape, dtype=v_bsmhp.dtype, device=v_bsmhp.device), final_bhpr
 
 
-def _merge_axes(
-    strict: bool, chunk_len: int, cu_seqlens: Tensor | None
-) -> tuple[list[int], list[int]]:
+def _merge_axes(chunk_len: int, cu_seqlens: Tensor | None) -> tuple[list[int], list[int]]:
     # Mapped copies become more rows, or, in a pack, more sequences of the one row.
     token = 0 if cu_seqlens is None else 1
-    return [token] * 4 + [0], [token, 0]
+    return [token] * 4 + [0] + [token] * 2, [token, 0]
 
 
 def _merge_constants(
     size: int, tensors: list[Tensor], constants: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    strict, chunk_len, cu_seqlens = constants
+    chunk_len, cu_seqlens = constants
     if cu_seqlens is None:
         return constants
-    return strict, chunk_len, repeat_borders(cu_seqlens, size)
+    return chunk_len, repeat_borders(cu_seqlens, size)
 
 
 def repeat_borders(cu_seqlens: Tensor, times: int) -> Tensor:
@@ -48,8 +46,8 @@ def repeat_borders(cu_seqlens: Tensor, times: int) -> Tensor:
 
 SSD_CORE = Operator(
     "ssd_core",
-    tensors=("v", "da", "b", "c", "initial"),
-    constants="bool strict, int chunk_len, Tensor? cu_seqlens",
+    tensors=("v", "da", "b", "c", "initial", "scale", "own"),
+    constants="int chunk_len, Tensor? cu_seqlens",
     outputs=2,
     forward=core_forward,
     backward=core_backward,

@@ -11,12 +11,15 @@ from torch import Tensor
 from anymamba.ops.packing import ChunkTable
 from anymamba.ops.ssd.chunks import Chunks
 from anymamba.ops.ssd.stages import (
+    add_own,
     k1_ssd_chunk_cumsum,
     k2_ssd_bmm,
     k3_ssd_chunk_state,
     k4_ssd_state_passing,
     k5_ssd_chunk_scan,
     later,
+    over_positions,
+    own_pairs,
 )
 
 __all__ = ["ssd_core_minimal", "ssd_core_serial"]
@@ -28,14 +31,16 @@ def ssd_core_serial(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor | None,
+    own_bsh: Tensor | None,
     chunk_len: int,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run K1 to K5 with a loop over chunks in K4."""
     chunks = Chunks.cut(v_bsmhp, chunk_len, cu_seqlens)
     pass_on = k4_ssd_state_passing if chunks.table is None else _packed_loop(chunks.table)
-    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, strict, pass_on)
+    weights = scale_bsh, own_bsh
+    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, *weights, pass_on)
 
 
 def ssd_core_minimal(
@@ -44,23 +49,35 @@ def ssd_core_minimal(
     b_bsmgr: Tensor,
     c_bsmgr: Tensor,
     initial_bhpr: Tensor,
-    strict: bool,
+    scale_bsh: Tensor | None,
+    own_bsh: Tensor | None,
     chunk_len: int,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run K1 to K5 with K4 as one matrix product over all chunks."""
     chunks = Chunks.cut(v_bsmhp, chunk_len, cu_seqlens)
     pass_on = _product if chunks.table is None else _packed_product(chunks.table)
-    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, strict, pass_on)
+    weights = scale_bsh, own_bsh
+    return _run(chunks, v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, *weights, pass_on)
 
 
-def _run(chunks: Chunks, v, da, b, c, initial_bhpr, strict, pass_on) -> tuple[Tensor, Tensor]:
+def _run(chunks: Chunks, v, da, b, c, initial_bhpr, scale, own, pass_on) -> tuple[Tensor, Tensor]:
+    """Run the stages; no `scale` is 1, and no `own` is the scale, which saves its products."""
     v_bnfhp, b_bnfgr, c_bnfgr = (chunks.fused(x) for x in (v, b, c))
+    fused = v_bnfhp.shape[2]
+    scaled_bnfhp = v_bnfhp
+    if scale is not None:
+        scaled_bnfhp = over_positions(chunks.timed(scale), fused) * v_bnfhp
     decay = k1_ssd_chunk_cumsum(chunks.timed(da))
     cb_bngfF = k2_ssd_bmm(c_bnfgr, b_bnfgr)
-    made_bnhpr = k3_ssd_chunk_state(v_bnfhp, b_bnfgr, decay)
+    made_bnhpr = k3_ssd_chunk_state(scaled_bnfhp, b_bnfgr, decay)
     entry_bnhpr, final_bhpr = pass_on(made_bnhpr, decay.end(), initial_bhpr.to(chunks.compute))
-    y_bnfhp = k5_ssd_chunk_scan(decay, v_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, strict)
+    y_bnfhp = k5_ssd_chunk_scan(
+        decay, scaled_bnfhp, c_bnfgr, cb_bngfF, entry_bnhpr, strict=own is not None
+    )
+    if own is not None:
+        met_bnglmM = own_pairs(cb_bngfF, chunks.length)
+        y_bnfhp = add_own(y_bnfhp, met_bnglmM, chunks.timed(own), v_bnfhp)
     return chunks.unfused(y_bnfhp, v), final_bhpr
 
 

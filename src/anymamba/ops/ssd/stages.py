@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "ChunkDecay",
+    "add_own",
     "fuse_rank",
     "k1_ssd_chunk_cumsum",
     "k2_ssd_bmm",
@@ -22,6 +23,8 @@ __all__ = [
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
     "later",
+    "over_positions",
+    "own_pairs",
 ]
 
 # Below these exponents exp() is exactly zero, subnormal numbers included: clamping there changes
@@ -138,6 +141,35 @@ def fuse_rank(x_l: Tensor, fused: int) -> Tensor:
     if fused == length:
         return x_l
     return x_l.unsqueeze(-1).expand(*x_l.shape, fused // length).flatten(-2)
+
+
+def over_positions(x_lh: Tensor, fused: int) -> Tensor:
+    """Repeat numbers per step and head for every rank, to multiply rows: (..., f, h, 1)."""
+    *lead, length, heads = x_lh.shape
+    if fused != length:
+        x_lh = x_lh.unsqueeze(-2).expand(*lead, length, fused // length, heads).flatten(-3, -2)
+    return x_lh.unsqueeze(-1)
+
+
+def own_pairs(cb_gfF: Tensor, length: int) -> Tensor:
+    """Return C B^T of each time with itself, all ranks with all ranks: (..., g, l, m, M)."""
+    *lead, groups, fused, _ = cb_gfF.shape
+    by_time = cb_gfF.view(*lead, groups, length, fused // length, length, fused // length)
+    return by_time.diagonal(0, -4, -2).movedim(-1, -3)
+
+
+def add_own(y_fhp: Tensor, pairs_glmM: Tensor, own_lh: Tensor, x_fhp: Tensor) -> Tensor:
+    """Add to y what the ranks of each time send each other, weighed by `own`: (..., f, h, p)."""
+    *lead, groups, length, rank, _ = pairs_glmM.shape
+    if rank == 1:
+        pairs_lg1 = pairs_glmM[..., 0, 0].mT.unsqueeze(-1)
+        weight_lh = (own_lh.unflatten(-1, (groups, -1)) * pairs_lg1).flatten(-2)
+        return torch.addcmul(y_fhp, weight_lh.unsqueeze(-1), x_fhp)
+    x_lMgi = (over_positions(own_lh, x_fhp.shape[-3]) * x_fhp).reshape(
+        *lead, length, rank, groups, -1
+    )
+    mixed_lmgi = torch.einsum("...glmM,...lMgi->...lmgi", pairs_glmM, x_lMgi)
+    return y_fhp + mixed_lmgi.reshape(x_fhp.shape)
 
 
 def weigh(cb_gfF: Tensor, decay_hll: Tensor) -> Tensor:

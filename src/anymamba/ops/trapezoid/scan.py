@@ -97,7 +97,8 @@ def trapezoid_scan(
         pack = packing(where, cu_seqlens, dims["b"], dims["s"], v_bsmhp.device)
     rows = dims["b"] if pack is None else pack.count
     state = _state(where, state, rows, v_bsmhp, b_bsmgr, compute)
-    core_tensors = (v_bsmhp, coefficients.da, b_bsmgr, c_bsmgr, state.ssm_bhpr)
+    weights = coefficients.dt, coefficients.lam  # what the core's weights are made of
+    core_tensors = (v_bsmhp, coefficients.da, b_bsmgr, c_bsmgr, state.ssm_bhpr, *weights)
     chosen = select_impl(where, impl, SSD_CORE, core_tensors, path)
     guard(where, v_bsmhp=v_bsmhp, b_bsmgr=b_bsmgr, c_bsmgr=c_bsmgr, **coefficients._asdict())
 
@@ -159,37 +160,19 @@ def _state(
 
 
 def _single(v, b, c, coefficients, state, pack, how):
-    """README 3.1: one strict pass with look-ahead weights, plus each token's own part."""
+    """README 3.1: one pass with look-ahead weights, and each token's own weight."""
     scale_bsh = lookahead_scale(coefficients, pack)
-    y_bsmhp, ssm_bhpr = ssd_core(
-        scale_bsh[:, :, None, :, None] * v,
-        coefficients.da,
-        b,
-        c,
-        boundary_seed(coefficients, state, pack),
-        strict=True,
-        **how,
-    )
-    return y_bsmhp + same_step(coefficients.gamma, v, b, c), ssm_bhpr
+    seed_bhpr = boundary_seed(coefficients, state, pack)
+    return ssd_core(v, coefficients.da, b, c, seed_bhpr, scale_bsh, coefficients.gamma, **how)
 
 
 def _double(v, b, c, coefficients, state, pack, how):
     """README 3.2: one pass for the tokens themselves and one for their predecessors."""
-    own, ssm = ssd_core(
-        coefficients.gamma[:, :, None, :, None] * v,
-        coefficients.da,
-        b,
-        c,
-        state.ssm_bhpr,
-        **how,
-    )
-    previous, made = ssd_core(
-        coefficients.beta[:, :, None, :, None] * _shift(v, state.v_bmhp, pack),
-        coefficients.da,
-        _shift(b, state.k_bmgr, pack),
-        c,
-        **how,
-    )
+    # Widened: a pass rounds its output to the dtype of its values, and only the sum may be rounded.
+    now, before = (x.to(coefficients.da.dtype) for x in (v, _shift(v, state.v_bmhp, pack)))
+    before_b = _shift(b, state.k_bmgr, pack)
+    own, ssm = ssd_core(now, coefficients.da, b, c, state.ssm_bhpr, coefficients.gamma, **how)
+    previous, made = ssd_core(before, coefficients.da, before_b, c, None, coefficients.beta, **how)
     return own + previous, ssm + made
 
 

@@ -1,0 +1,144 @@
+// The decoder: one token for every row through all layers, in one call.
+#include "decode_step.h"
+
+namespace anymamba::ANYMAMBA_VARIANT {
+namespace {
+
+int64_t padded(int64_t columns) { return ceil_div(columns, 8 * kDecodeBlock) * 8 * kDecodeBlock; }
+
+// The widest of what the layers need.
+struct Widths {
+    int64_t projected = 1, mixed = 1, narrow = 1, hidden = 1, inputs, scratch = 1;
+
+    explicit Widths(const DecodeProgram &program) : inputs(program.width) {
+        for (int64_t place = 0; place < program.layers; ++place) {
+            const DecodeLayer &layer = program.layer[place];
+            projected = larger(projected, layer.in_proj.rows);
+            mixed = larger(mixed, layer.out_proj.columns);
+            narrow = larger(narrow, layer.x_proj.rows);
+            hidden = larger(hidden, layer.fc1.rows);
+            scratch = larger(scratch, scratch_floats(layer));
+        }
+        inputs = larger(inputs, larger(mixed, hidden));
+    }
+};
+
+Board take_board(Carver &carver, const Widths &widths, int64_t width, int64_t rows) {
+    Board board;
+    board.projected_stride = padded(widths.projected);
+    board.mixed_stride = padded(widths.mixed);
+    board.narrow_stride = padded(widths.narrow);
+    board.hidden_stride = padded(widths.hidden);
+    board.branch_stride = padded(width);
+    board.projected = carver.floats(rows * board.projected_stride);
+    board.mixed = carver.floats(rows * board.mixed_stride);
+    board.narrow = carver.floats(rows * board.narrow_stride);
+    board.hidden = carver.floats(rows * board.hidden_stride);
+    board.branch = carver.floats(rows * board.branch_stride);
+    return board;
+}
+
+Desk take_desk(Carver &carver, const Widths &widths, int64_t width, int64_t rows) {
+    Desk desk;
+    const int64_t columns = padded(widths.inputs);
+    desk.normed_stride = columns;
+    desk.stream = carver.floats(rows * padded(width));
+    desk.normed = carver.floats(rows * columns);
+    desk.scratch = carver.floats(widths.scratch);
+    desk.x.padded = columns;
+    desk.x.shorts = carver.take<int16_t>(rows * columns);
+    desk.x.scales = carver.floats(rows * columns / kDecodeBlock);
+    return desk;
+}
+
+// stream += branch; normed = norm(stream).
+void enter_sublayer(Step &step, const DecodeNorm &norm, bool has_branch) {
+    const int64_t width = step.program.width, stride = step.board.branch_stride;
+    for (int64_t row = 0; row < step.rows; ++row) {
+        float *stream = step.desk.stream + row * stride;
+        if (has_branch) {
+            const float *branch = step.board.branch + row * stride;
+            for (int64_t place = 0; place < width; ++place) stream[place] += branch[place];
+        }
+        normalize(norm, stream, width, step.desk.normed + row * step.desk.normed_stride);
+    }
+    step.present(step.desk.normed, step.desk.normed_stride);
+}
+
+// The first half of fc1 are values, the second half gates.
+void run_mlp(Step &step, const DecodeLayer &layer) {
+    const Board &board = step.board;
+    const int64_t half = layer.fc1.rows / 2;
+    const Share own = step.share(half, kShareUnit);
+    prepare(layer.fc1, &step.desk.x);
+    multiply(layer.fc1, step.desk.x, own.first, own.last, board.hidden, board.hidden_stride);
+    multiply(layer.fc1, step.desk.x, half + own.first, half + own.last, board.hidden,
+             board.hidden_stride);
+    for (int64_t row = 0; row < step.rows; ++row) {
+        float *value = board.hidden + row * board.hidden_stride + own.first;
+        gate_row(value + half, value, own.last - own.first, value);
+    }
+    step.team.wait();
+    step.present(board.hidden, board.hidden_stride);
+    prepare(layer.fc2, &step.desk.x);
+    multiply_share(step, layer.fc2, board.branch, board.branch_stride);
+}
+
+void run_layer(Step &step, int64_t place) {
+    const DecodeLayer &layer = step.program.layer[place];
+    enter_sublayer(step, layer.norm, place > 0);
+    if (layer.family == 1)
+        mix_mamba1(step, layer, step.states(place));
+    else if (layer.family == 2)
+        mix_mamba2(step, layer, step.states(place));
+    else
+        mix_mamba3(step, layer, step.states(place));
+    step.team.wait();
+    if (layer.fc1.rows == 0) return;
+    enter_sublayer(step, layer.norm2, true);
+    run_mlp(step, layer);
+    step.team.wait();
+}
+
+void run_token(Step &step) {
+    const DecodeProgram &program = step.program;
+    const anymamba_tensor &ids = step.tensors[kDecodeIds];
+    for (int64_t row = 0; row < step.rows; ++row)
+        read_matrix_row(program.embedding, static_cast<const int64_t *>(ids.data)[row],
+                        step.desk.stream + row * step.board.branch_stride);
+    for (int64_t place = 0; place < program.layers; ++place) run_layer(step, place);
+    enter_sublayer(step, program.norm, true);
+    prepare(program.head, &step.desk.x);
+    const anymamba_tensor &logits = step.tensors[kDecodeLogits];
+    multiply_share(step, program.head, static_cast<float *>(logits.data), logits.stride[0]);
+    if (step.worker > 0) return;
+    const anymamba_tensor &positions = step.tensors[kDecodePositions];
+    for (int64_t row = 0; row < step.rows; ++row)
+        static_cast<int64_t *>(positions.data)[row * positions.stride[0]] += 1;
+}
+
+}  // namespace
+
+// Tensors and sizes: decode_program.h. Returns -1 for a program of another layout.
+int64_t decode(const anymamba_call &call) {
+    const int64_t rows = call.sizes[0];
+    const auto &program = *reinterpret_cast<const DecodeProgram *>(call.sizes[1]);
+    if (program.layer_bytes != (int64_t)sizeof(DecodeLayer)) return -1;
+    const Widths widths(program);
+    Carver carver{static_cast<char *>(call.workspace)};
+    const Board board = take_board(carver, widths, program.width, rows);
+    Carver measure{nullptr};
+    take_desk(measure, widths, program.width, rows);
+    char *desks = carver.take<char>(measure.used * call.threads);
+    if (call.workspace == nullptr) return carver.used;
+    run_together(call.threads, [&](Team &team, int64_t worker) {
+        Carver own{desks + worker * measure.used};
+        Step step{program, call.tensors,        rows,
+                  team,    worker,              board,
+                  take_desk(own, widths, program.width, rows)};
+        run_token(step);
+    });
+    return carver.used;
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT

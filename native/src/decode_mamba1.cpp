@@ -1,0 +1,109 @@
+// One token of a Mamba-1 block (ops/selective_scan/README.md for the recurrence).
+#include "decode_step.h"
+
+namespace anymamba::ANYMAMBA_VARIANT {
+namespace {
+
+// FalconMamba's norm without weights of dt, B and C.
+void normalize_rates(const DecodeLayer &layer, float *rates) {
+    if (layer.rates_eps < 0) return;
+    const int64_t sizes[] = {layer.dt_rank, layer.state, layer.state};
+    for (const int64_t size : sizes) {
+        float square = 0.0f;
+        for (int64_t place = 0; place < size; ++place) square += rates[place] * rates[place];
+        const float inverse =
+            1.0f / __builtin_sqrtf(square / (float)size + (float)layer.rates_eps);
+        for (int64_t place = 0; place < size; ++place) rates[place] *= inverse;
+        rates += size;
+    }
+}
+
+// dt = softplus(dt_weight raw + bias) for a span of channels, which starts at a whole group. In the
+// weight channels are lanes, so that no sum crosses them.
+void step_sizes(const DecodeLayer &layer, const float *raw, int64_t first, int64_t last,
+                float *dt) {
+    constexpr int64_t kParts = kDecodeGroup / kWidth;
+    for (int64_t channel = first; channel < last; channel += kDecodeGroup) {
+        const float *weight = layer.dt_weight + channel * layer.dt_rank;
+        Vec sum[kParts] = {};
+        for (int64_t rank = 0; rank < layer.dt_rank; ++rank, weight += kDecodeGroup)
+            for (int64_t part = 0; part < kParts; ++part)
+                sum[part] += load(weight + part * kWidth) * raw[rank];
+        for (int64_t part = 0; part < kParts; ++part) {
+            const int64_t at = channel + part * kWidth, count = smaller(last - at, kWidth);
+            if (count > 0)
+                store_part(dt + at, softplus(sum[part] + load_part(layer.dt_bias + at, count)),
+                           count);
+        }
+    }
+}
+
+// 2^(dt a), where a is A / ln 2 and never positive: below 2^-126 the state is forgotten.
+ANYMAMBA_INLINE Vec decay_of(Vec exponent) {
+    const Vec low = splat(-126.0f);
+    const Vec held = select(exponent < low, low, exponent);
+    const Vec shifted = held + kRounder;
+    return exp2_scaled(held - (shifted - kRounder), shifted);
+}
+
+ANYMAMBA_INLINE float scan_channel(const float *a, float *state, const float *b, const float *c,
+                                   int64_t size, float dt, float input) {
+    Vec sum = {};
+    int64_t place = 0;
+    for (; place + kWidth <= size; place += kWidth) {
+        const Vec next =
+            load(state + place) * decay_of(load(a + place) * dt) + load(b + place) * input;
+        store(state + place, next);
+        sum += next * load(c + place);
+    }
+    if (place < size) {
+        const int64_t rest = size - place;
+        const Vec decay = decay_of(load_part(a + place, rest) * dt);
+        const Vec next =
+            load_part(state + place, rest) * decay + load_part(b + place, rest) * input;
+        store_part(state + place, next, rest);
+        sum += next * load_part(c + place, rest);
+    }
+    return sum_lanes(sum);
+}
+
+void scan_row(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
+              Share own) {
+    const Board &board = step.board;
+    float *dt = step.desk.scratch, *rates = dt + layer.inner;
+    memcpy(rates, board.narrow + row * board.narrow_stride,
+           (size_t)layer.x_proj.rows * sizeof(float));
+    normalize_rates(layer, rates);
+    step_sizes(layer, rates, own.first, own.last, dt);
+    const float *b = rates + layer.dt_rank, *c = b + layer.state;
+    const float *x = board.projected + row * board.projected_stride, *z = x + layer.inner;
+    float *mixed = board.mixed + row * board.mixed_stride;
+    float *states = static_cast<float *>(scan.data) + row * scan.stride[0];
+    for (int64_t channel = own.first; channel < own.last; ++channel) {
+        const float y = scan_channel(layer.a + channel * layer.state,
+                                     states + channel * scan.stride[1], b, c, layer.state,
+                                     dt[channel], dt[channel] * x[channel]);
+        mixed[channel] = y + layer.skip[channel] * x[channel];
+    }
+    gate_row(z + own.first, mixed + own.first, own.last - own.first, mixed + own.first);
+}
+
+}  // namespace
+
+void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+    const Board &board = step.board;
+    project_and_convolve(step, layer, states[0], 0, layer.inner);
+    step.team.wait();
+    step.present(board.projected, board.projected_stride);
+    prepare(layer.x_proj, &step.desk.x);
+    multiply_share(step, layer.x_proj, board.narrow, board.narrow_stride);
+    step.team.wait();
+    for (int64_t row = 0; row < step.rows; ++row)
+        scan_row(step, layer, states[1], row, step.share(layer.inner, kDecodeGroup));
+    step.team.wait();
+    step.present(board.mixed, board.mixed_stride);
+    prepare(layer.out_proj, &step.desk.x);
+    multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT

@@ -1,0 +1,115 @@
+// One token of a Mamba-2 block (ops/ssd/README.md for the recurrence).
+#include "decode_step.h"
+
+namespace anymamba::ANYMAMBA_VARIANT {
+namespace {
+
+// Rows of the state that share a load of b and c.
+constexpr int64_t kRows = 4;
+
+// H[p] = alpha H[p] + input[p] b and y[p] = H[p] . c, for kCount rows.
+template <int64_t kCount>
+ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const float *input,
+                             const float *b, const float *c, float *y) {
+    Vec sum[kCount] = {};
+    int64_t place = 0;
+    for (; place + kWidth <= size; place += kWidth) {
+        const Vec key = load(b + place), query = load(c + place);
+        for (int64_t p = 0; p < kCount; ++p) {
+            const Vec next = load(state + p * size + place) * alpha + key * input[p];
+            store(state + p * size + place, next);
+            sum[p] += next * query;
+        }
+    }
+    if (place < size) {
+        const int64_t rest = size - place;
+        const Vec key = load_part(b + place, rest), query = load_part(c + place, rest);
+        for (int64_t p = 0; p < kCount; ++p) {
+            const Vec next = load_part(state + p * size + place, rest) * alpha + key * input[p];
+            store_part(state + p * size + place, next, rest);
+            sum[p] += next * query;
+        }
+    }
+    for (int64_t p = 0; p < kCount; ++p) y[p] = sum_lanes(sum[p]);
+}
+
+void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
+              int64_t head) {
+    const Board &board = step.board;
+    const int64_t size = layer.state, width = layer.headdim, ssm = layer.heads * width;
+    const float *z = board.projected + row * board.projected_stride + 2 * layer.mlp;
+    const float *x = z + ssm + head * width;
+    const float *b = z + 2 * ssm + head / (layer.heads / layer.groups) * size;
+    const float *c = b + layer.groups * size;
+    const float raw = z[2 * ssm + 2 * layer.groups * size + head];
+    const float dt = clamp(first_of(softplus(splat(raw + layer.dt_bias[head]))), layer.dt_low,
+                           layer.dt_high);
+    const float alpha = first_of(exp(splat(dt * layer.a[head])));
+    float *input = step.desk.scratch;
+    for (int64_t p = 0; p < width; ++p) input[p] = dt * x[p];
+    float *state = static_cast<float *>(scan.data) + row * scan.stride[0] + head * scan.stride[1];
+    float *y = board.mixed + row * board.mixed_stride + layer.mlp + head * width;
+    int64_t p = 0;
+    for (; p + kRows <= width; p += kRows)
+        advance<kRows>(state + p * size, size, alpha, input + p, b, c, y + p);
+    for (; p < width; ++p) advance<1>(state + p * size, size, alpha, input + p, b, c, y + p);
+    for (p = 0; p < width; ++p)
+        y[p] += layer.skip[layer.has_skip_per_channel ? head * width + p : head] * x[p];
+    const bool gates_now = layer.gate_norm.kind == DecodeNormKind::kNone || !layer.norm_before_gate;
+    if (gates_now) gate_row(z + head * width, y, width, y);
+}
+
+// The norm of the gated scan, for this worker: desk.normed.
+void normalize_mixed(Step &step, const DecodeLayer &layer) {
+    const Board &board = step.board;
+    const int64_t ssm = layer.heads * layer.headdim;
+    for (int64_t row = 0; row < step.rows; ++row) {
+        const float *from = board.mixed + row * board.mixed_stride;
+        const float *z = board.projected + row * board.projected_stride + 2 * layer.mlp;
+        float *to = step.desk.normed + row * step.desk.normed_stride;
+        memcpy(to, from, (size_t)layer.mlp * sizeof(float));
+        from += layer.mlp;
+        to += layer.mlp;
+        for (int64_t start = 0; start < ssm; start += layer.gate_group) {
+            DecodeNorm norm = layer.gate_norm;
+            norm.weight += start;
+            normalize(norm, from + start, layer.gate_group, to + start);
+        }
+        if (layer.norm_before_gate) gate_row(z, to, ssm, to);
+    }
+}
+
+// The part that goes around the scan: silu(z0) x0.
+void run_around(Step &step, const DecodeLayer &layer) {
+    const Share own = step.share(layer.mlp, kShareUnit);
+    for (int64_t row = 0; row < step.rows; ++row) {
+        const float *z0 = step.board.projected + row * step.board.projected_stride;
+        gate_row(z0 + own.first, z0 + layer.mlp + own.first, own.last - own.first,
+                 step.board.mixed + row * step.board.mixed_stride + own.first);
+    }
+}
+
+}  // namespace
+
+void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+    const Board &board = step.board;
+    const int64_t ssm = layer.heads * layer.headdim;
+    project_and_convolve(step, layer, states[0], 2 * layer.mlp + ssm,
+                         ssm + 2 * layer.groups * layer.state);
+    step.team.wait();
+    run_around(step, layer);
+    const Share own = step.share(step.rows * layer.heads, 1);
+    for (int64_t task = own.first; task < own.last; ++task)
+        run_head(step, layer, states[1], task / layer.heads, task % layer.heads);
+    step.team.wait();
+    if (layer.gate_norm.kind == DecodeNormKind::kNone) {
+        step.present(board.mixed, board.mixed_stride);
+    } else {
+        normalize_mixed(step, layer);
+        step.present(step.desk.normed, step.desk.normed_stride);
+    }
+    prepare(layer.out_proj, &step.desk.x);
+    multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT

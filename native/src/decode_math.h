@@ -1,0 +1,149 @@
+// Elementwise functions of the decoder, and float16 as it lies in memory.
+#pragma once
+
+#include "exp2.h"
+#include "rows.h"
+
+namespace anymamba::ANYMAMBA_VARIANT {
+
+// log(1 + u) for 0 <= u <= 1 to about one unit in the last place:
+// 2 atanh(s) with s = u / (2 + u) <= 1/3, by its odd series (remainder 1e-9 relative).
+ANYMAMBA_INLINE Vec log_one_plus(Vec u) {
+    const Vec s = u / (2.0f + u), square = s * s;
+    Vec p = splat(1.0f / 17.0f);
+    p = p * square + 1.0f / 15.0f;
+    p = p * square + 1.0f / 13.0f;
+    p = p * square + 1.0f / 11.0f;
+    p = p * square + 1.0f / 9.0f;
+    p = p * square + 1.0f / 7.0f;
+    p = p * square + 1.0f / 5.0f;
+    p = p * square + 1.0f / 3.0f;
+    return 2.0f * s + 2.0f * s * (p * square);
+}
+
+ANYMAMBA_INLINE Vec softplus(Vec x) {
+    const Vec zero = {};
+    // A NaN is on neither side of zero and passes through the second summand.
+    return select(x > zero, x, zero) + log_one_plus(exp(select(x > zero, -x, x)));
+}
+
+// 1 - 2 / (exp(2x) + 1), and the odd series where that would cancel.
+ANYMAMBA_INLINE Vec tanh(Vec x) {
+    const Vec square = x * x;
+    Vec p = splat(62.0f / 2835.0f);
+    p = p * square - 17.0f / 315.0f;
+    p = p * square + 2.0f / 15.0f;
+    p = p * square - 1.0f / 3.0f;
+    const Vec near = x + x * (p * square);
+    const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+    return select(square < splat(0.04f), near, far);
+}
+
+// Sine and cosine of an angle of a few turns at most: x = q pi/2 + f with |f| <= pi/4, then the
+// Taylor polynomials (remainder 3e-9).
+ANYMAMBA_INLINE void sine_cosine(Vec x, Vec *sine, Vec *cosine) {
+    const Vec shifted = x * 0.636619772367581343f + kRounder;
+    const Vec q = shifted - kRounder;
+    Vec f = x - q * 1.5703125f;  // the leading bits of pi/2, exact times q
+    f = f - q * 4.83826794897e-4f;
+    const Vec square = f * f;
+    Vec s = splat(2.7557319e-6f);
+    s = s * square - 1.9841270e-4f;
+    s = s * square + 8.3333333e-3f;
+    s = s * square - 1.6666667e-1f;
+    s = f + f * (s * square);
+    Vec c = splat(2.4801587e-5f);
+    c = c * square - 1.3888889e-3f;
+    c = c * square + 4.1666667e-2f;
+    c = c * square - 0.5f;
+    c = 1.0f + c * square;
+    const IntVec quadrant = (IntVec)shifted;
+    const IntVec swaps = -(quadrant & 1);
+    const IntVec sine_sign = (quadrant & 2) << 30, cosine_sign = ((quadrant + 1) & 2) << 30;
+    *sine = (Vec)((IntVec)select(swaps, c, s) ^ sine_sign);
+    *cosine = (Vec)((IntVec)select(swaps, s, c) ^ cosine_sign);
+}
+
+// x minus whole turns; 6.28125 has 8 significant bits, so its product with a count is exact.
+ANYMAMBA_INLINE Vec without_turns(Vec x) {
+    const Vec turns = (x * 0.159154943091895336f + kRounder) - kRounder;
+    return x - turns * 6.28125f - turns * 1.93530717958647692e-3f;
+}
+
+struct Float16 {
+    uint16_t bits;
+};
+
+// The exponent moves by 112, which also turns subnormal halves into normal floats; infinity and
+// NaN have the largest exponent in both.
+ANYMAMBA_INLINE Vec load(const Float16 *from) {
+    HalfVec half;
+    memcpy(&half, from, sizeof(half));
+    const UintVec bits = __builtin_convertvector(half, UintVec);
+    const Vec scaled = (Vec)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112
+    const UintVec endless = (UintVec)((bits & 0x7C00u) == 0x7C00u) & 0x7F800000u;
+    return (Vec)((UintVec)scaled | endless | ((bits & 0x8000u) << 16));
+}
+
+ANYMAMBA_INLINE float widen(Float16 value) {
+    Float16 lanes[kWidth] = {};
+    lanes[0] = value;
+    return load(lanes)[0];
+}
+
+// Round to nearest, ties to even, by adding a float whose last bit weighs what the half's does.
+ANYMAMBA_INLINE void narrow(Float16 *to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    const uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7FFFFFFFu;
+    uint32_t half;
+    if (size > 0x7F800000u) {
+        half = 0x7E00u;  // NaN
+    } else if (size >= 0x477FF000u) {
+        half = 0x7C00u;  // 65520 and more round to infinity
+    } else if (size < 0x38800000u) {
+        float small;
+        memcpy(&small, &size, sizeof(small));
+        small += 0.5f;  // its last bit weighs 2^-24, the smallest half
+        memcpy(&half, &small, sizeof(half));
+        half -= 0x3F000000u;
+    } else {
+        half = (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13;
+    }
+    to->bits = (uint16_t)(sign | half);
+}
+
+// States of a call are float32, bfloat16 or float16; the calls say which.
+constexpr int64_t kStateFloat16 = 3;
+
+inline float read_state(const anymamba_tensor &tensor, int64_t place) {
+    if (tensor.dtype == kStateFloat16)
+        return widen(static_cast<const Float16 *>(tensor.data)[place]);
+    return read_one(tensor, place);
+}
+
+inline void write_state(const anymamba_tensor &tensor, int64_t place, float value) {
+    if (tensor.dtype == kStateFloat16)
+        narrow(static_cast<Float16 *>(tensor.data) + place, value);
+    else
+        write_one(tensor, place, value);
+}
+
+inline void read_states(const anymamba_tensor &tensor, int64_t from, int64_t count, float *to) {
+    if (tensor.dtype == ANYMAMBA_FLOAT32) {
+        memcpy(to, static_cast<const float *>(tensor.data) + from, (size_t)count * sizeof(float));
+        return;
+    }
+    for (int64_t place = 0; place < count; ++place) to[place] = read_state(tensor, from + place);
+}
+
+inline void write_states(const anymamba_tensor &tensor, int64_t to, int64_t count,
+                         const float *from) {
+    if (tensor.dtype == ANYMAMBA_FLOAT32) {
+        memcpy(static_cast<float *>(tensor.data) + to, from, (size_t)count * sizeof(float));
+        return;
+    }
+    for (int64_t place = 0; place < count; ++place) write_state(tensor, to + place, from[place]);
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT

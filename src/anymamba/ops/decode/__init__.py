@@ -1,0 +1,34 @@
+"""One token of a whole model on the CPU kernel: the program that it reads, and the call.
+
+`anymamba.models` knows how a model becomes a program; this folder knows the C interface.
+"""
+
+from anymamba.ops.decode.call import MOST_ROWS, DecodeCall, kernel_refusal
+from anymamba.ops.decode.program import (
+    BLOCK,
+    FORMATS,
+    GROUP,
+    Layer,
+    Matrix,
+    Norm,
+    NormKind,
+    Program,
+    RotationKind,
+    program_of,
+)
+
+__all__ = [
+    "BLOCK",
+    "FORMATS",
+    "GROUP",
+    "MOST_ROWS",
+    "DecodeCall",
+    "Layer",
+    "Matrix",
+    "Norm",
+    "NormKind",
+    "Program",
+    "RotationKind",
+    "kernel_refusal",
+    "program_of",
+]
