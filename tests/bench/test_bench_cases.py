@@ -20,6 +20,7 @@ from anymamba.bench import (
     growth_figures,
     lm_cases,
     measure,
+    prefill_cases,
     profile_block,
     scan_cases,
     suite_cases,
@@ -56,14 +57,22 @@ def test_operators_pass_the_gate_in_every_way(dtype):
 
 @pytest.mark.parametrize("layer", ["Mamba1", "Mamba2", "Mamba3"])
 def test_models_pass_the_gate_beside_transformers(layer):
-    """Loss and the gradient of every weight agree, transformers' model included."""
+    """Loss, gradients and the last logits agree, transformers' model included."""
     pytest.importorskip("transformers")
     config = MambaConfig(d_model=64, n_layer=2, vocab_size=50, ssm_cfg={"layer": layer})
+    has_peer = layer != "Mamba3"
     [case] = lm_cases("toy", 20, config)
     rows = rows_of(case)
     assert rows["portable"].timing
     assert rows["portable"].results > 4 * 64 * 50
-    assert (rows["transformers"].timing is not None) == (layer != "Mamba3")
+    assert (rows["transformers"].timing is not None) == has_peer
+    [prompt] = prefill_cases("toy", 20, config)
+    rows = rows_of(prompt)
+    # One row of logits, and a third of the work without the head of the tokens before.
+    assert rows["portable"].results == 4 * config.padded_vocab_size
+    assert (rows["transformers"].timing is not None) == has_peer
+    head = 2 * 64 * config.padded_vocab_size
+    assert prompt.work.flops == case.work.flops / 3 - 19 * head
 
 
 def test_work_is_counted_by_the_conventions():
@@ -123,6 +132,8 @@ def test_the_suite_has_the_cases_of_the_issue():
     assert len(names["small"]) == 21
     assert len(names["blocks"]) == 18
     assert [case.name.partition(" ")[0] for case in names["train"]] == list(PUBLISHED)
+    prompts = [(name, length) for name in PUBLISHED for length in (256, 2048)]
+    assert [case.name for case in names["prefill"]] == [f"{n} b1 s{s}" for n, s in prompts]
     titles = {case.title for case in cases}
     for groups in (24, 1):
         for mode in ("forward", "train"):

@@ -152,7 +152,14 @@ SCHEMAS = {
         ]
     },
     "compare": document("compare", run=TEXT, **COMPARISON),
-    "generate": document("generate", model=TEXT, prompt=TEXT, **SPEECH),
+    "generate": document(
+        "generate",
+        model=TEXT,
+        prompt=TEXT,
+        **SPEECH,
+        bytes_per_token=COUNT,
+        share_of_limit=POSITIVE,
+    ),
     "chat": {
         "anyOf": [
             document("chat", event={"enum": ["answer"]}, **WHERE, **SPEECH),

@@ -1,11 +1,18 @@
 """Measurements: cases, clocks, memory and reports. Correctness is for the tests."""
 
 from anymamba.bench.blocks import LARGE, SMALL, BlockCase, block_cases
-from anymamba.bench.budget import Promise, promises
+from anymamba.bench.budget import Promise, decode_promises, promises
 from anymamba.bench.case import GROUPS, MODES, Case, Way, backward
 from anymamba.bench.clock import Timing, interleave, interleaved_medians
+from anymamba.bench.decode import (
+    Decoding,
+    TokenLimit,
+    decode_figures,
+    stored_bytes,
+    token_limit,
+)
 from anymamba.bench.growth import Growth, Threads, growth_figures, thread_figures
-from anymamba.bench.lms import PUBLISHED, lm_cases
+from anymamba.bench.lms import PUBLISHED, lm_cases, prefill_cases
 from anymamba.bench.machine import Machine, Rates, Work, describe_machine
 from anymamba.bench.measure import Effort, Row, measure
 from anymamba.bench.memory import intermediate_bytes, peak_bytes, tensor_bytes
@@ -26,6 +33,7 @@ __all__ = [
     "BlockCase",
     "Case",
     "CoreSizes",
+    "Decoding",
     "Effort",
     "Figure",
     "Growth",
@@ -39,6 +47,7 @@ __all__ = [
     "Suite",
     "Threads",
     "Timing",
+    "TokenLimit",
     "Way",
     "Work",
     "backward",
@@ -47,6 +56,8 @@ __all__ = [
     "core_cases",
     "core_figures",
     "core_inputs",
+    "decode_figures",
+    "decode_promises",
     "describe_machine",
     "draw",
     "fastest_path",
@@ -58,14 +69,17 @@ __all__ = [
     "markdown",
     "measure",
     "peak_bytes",
+    "prefill_cases",
     "profile_block",
     "promises",
     "rates_line",
     "run_suite",
     "scan_cases",
     "scan_figures",
+    "stored_bytes",
     "suite_cases",
     "tables",
     "tensor_bytes",
     "thread_figures",
+    "token_limit",
 ]

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from anymamba.bench.decode import Decoding
 from anymamba.bench.growth import Growth, Threads
 from anymamba.bench.machine import Rates
 from anymamba.bench.measure import Row
 
-__all__ = ["Promise", "promises"]
+__all__ = ["Promise", "decode_promises", "promises"]
 
 # Columns by their name in a budget's sentence.
 WHO = {
@@ -74,6 +75,34 @@ def promises(
             for t in threads
         ),
     ]
+
+
+# Shares of the rate of reading memory: one row, and eight rows.
+DECODE_SHARES = {"float32": 0.90, "bfloat16": 0.90, "int8": 0.80, "int4": 0.65}
+DECODE_SHARE_OF_EIGHT = 0.70
+
+
+def decode_promises(figures: Sequence[Decoding], rates: Rates) -> list[Promise]:
+    """Return the lines of the budget about decoding.
+
+    Args:
+        figures: measured models, formats and rows.
+        rates: of the machine.
+    """
+    found = []
+    alone = {(x.model, x.format): x for x in figures if x.rows == 1}
+    for figure in figures:
+        what = f"{figure.model}, {figure.format}, decoding {figure.rows}"
+        share = figure.share(rates.bandwidth) if figure.ok else None
+        if figure.rows == 1:
+            target = DECODE_SHARES[figure.format]
+            found.append(Promise(what, "share of the ideal", ">=", target, share))
+        elif figure.rows == 8 and figure.format != "float32":
+            found.append(Promise(what, "share of the ideal", ">=", DECODE_SHARE_OF_EIGHT, share))
+        elif figure.rows == 8 and (one := alone.get((figure.model, figure.format))):
+            ratio = figure.tokens_per_second / one.tokens_per_second if figure.ok else None
+            found.append(Promise(what, "speed over one row", ">=", 4.0, ratio))
+    return found
 
 
 def _title(figure: Growth | Threads) -> str:
@@ -192,6 +221,8 @@ def _relatives(table: _Table) -> Iterator[Promise]:
 
 
 def _models(table: _Table) -> Iterator[Promise]:
+    for name, mode in table.cases("prefill"):
+        yield table.ideal(table.get("prefill", name, mode, "native"), 1.3)
     for name, mode in table.cases("train"):
         native = table.get("train", name, mode, "native")
         yield table.ideal(native, 1.6)

@@ -18,7 +18,10 @@ from anymamba.bench.machine import Work
 
 __all__ = ["GROUPS", "JUDGE", "MODES", "Case", "Way", "Ways", "backward", "portable", "without"]
 
-GROUPS = ("core", "scan", "conv", "small", "blocks", "train", "growth", "profile")
+GROUPS = (
+    *("core", "scan", "conv", "small", "blocks"),
+    *("prefill", "train", "decode", "growth", "profile"),
+)
 MODES = ("forward", "train", "step")
 JUDGE = "reference"
 

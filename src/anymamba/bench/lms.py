@@ -1,4 +1,4 @@
-"""The cases of whole models: a training step of the published sizes, with random weights."""
+"""The cases of whole models: prefill and training of the published sizes, random weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.bench.blocks import best_path
-from anymamba.bench.case import JUDGE, Case, Way, Ways, portable
+from anymamba.bench.case import JUDGE, Case, Way, Ways, portable, without
 from anymamba.bench.machine import Work
 from anymamba.bench.peers import their_lm
 from anymamba.bench.portable import path_note
 from anymamba.models import MambaConfig, MambaLM, count_model, preset
 from anymamba.ops import SsdPath
 
-__all__ = ["PUBLISHED", "lm_cases"]
+__all__ = ["PUBLISHED", "lm_cases", "prefill_cases"]
 
 PUBLISHED = ("mamba-130m", "mamba2-130m", "mamba3-siso-187m", "mamba3-mimo-187m")
 GATE = 12
@@ -30,51 +30,88 @@ def lm_cases(name: str, length: int, config: MambaConfig | None = None) -> list[
         length: tokens of the one sequence.
         config: another model than the preset of that name.
     """
-    config = config or preset(name)
-    flops = count_model(MambaLM(config, device="meta"), length=length).flops
+    return [_case(name, length, config or preset(name), "train")]
+
+
+def prefill_cases(name: str, length: int, config: MambaConfig | None = None) -> list[Case]:
+    """Return the reading of a prompt, in float32: the state, and the logits of its last token.
+
+    Args:
+        name: of a preset.
+        length: tokens of the prompt.
+        config: another model than the preset of that name.
+    """
+    return [_case(name, length, config or preset(name), "forward")]
+
+
+def _case(name: str, length: int, config: MambaConfig, mode: str) -> Case:
+    trains = mode == "train"
+    parts = count_model(MambaLM(config, device="meta"), length=length).parts
+    head = sum(part.flops for part in parts if part.kind == "head")
+    body = sum(part.flops for part in parts) - head
+    flops = 3.0 * (body + head) * length if trains else float(body * length + head)
 
     def prepare() -> Callable[[int], Ways]:
         torch.manual_seed(0)
         lm = MambaLM(config)
         theirs = their_lm(lm)
         layers: list[Any] = list(lm.backbone.layers)
-        path = best_path(layers[0].mixer, 1, length, "train")
-        return lambda length: _ways(lm, theirs, path, _ids(length, config.vocab_size))
+        path = best_path(layers[0].mixer, 1, length, mode)
+        ways = _training if trains else _reading
+        return lambda length: ways(lm, theirs, path, _ids(length, config.vocab_size))
 
-    return [
-        Case(
-            group="train",
-            name=f"{name} b1 s{length}",
-            mode="train",
-            dtype=torch.float32,
-            tokens=length,
-            work=Work(flops=3.0 * flops * length),
-            length=length,
-            gate_length=min(length, GATE),
-            prepare=prepare,
-        )
-    ]
+    return Case(
+        group="train" if trains else "prefill",
+        name=f"{name} b1 s{length}",
+        mode=mode,
+        dtype=torch.float32,
+        tokens=length,
+        work=Work(flops=flops),
+        length=length,
+        gate_length=min(length, GATE),
+        prepare=prepare,
+    )
 
 
 def _ids(length: int, vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def _ways(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs: Tensor) -> Ways:
+def _training(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs: Tensor) -> Ways:
     def ours(impl: str, path: SsdPath | None = None) -> Callable[[], Sequence[Tensor]]:
         return _step(lm, lambda: lm.loss(ids_bs, impl=impl, path=path))
 
-    ways: Ways = {
+    peer: Any = theirs
+    run = _step(peer, lambda: peer(ids_bs, labels=ids_bs).loss) if _is_there(theirs) else None
+    return _columns(ours, theirs, path, run)
+
+
+def _reading(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs: Tensor) -> Ways:
+    def ours(impl: str, path: SsdPath | None = None) -> Callable[[], Sequence[Tensor]]:
+        return without(lambda: [lm.prefill(ids_bs, num_last_tokens=1, impl=impl, path=path).logits])
+
+    peer: Any = theirs
+    run = without(lambda: [peer(ids_bs, logits_to_keep=1).logits]) if _is_there(theirs) else None
+    return _columns(ours, theirs, path, run)
+
+
+def _is_there(theirs: nn.Module | str) -> bool:
+    return isinstance(theirs, nn.Module)
+
+
+def _columns(
+    ours: Callable[..., Callable[[], Sequence[Tensor]]],
+    theirs: nn.Module | str,
+    path: SsdPath | None,
+    run: Callable[[], Sequence[Tensor]] | None,
+) -> Ways:
+    absent = theirs if isinstance(theirs, str) else ""
+    return {
         "native": Way(ours("native"), slow=True),
         "portable": portable(ours("portable", path), path_note(path), slow=True),
-        "transformers": theirs if isinstance(theirs, str) else "",
+        "transformers": absent if run is None else Way(run, slow=True),
         JUDGE: portable(ours("reference")),
     }
-    if isinstance(theirs, nn.Module):
-        peer: Any = theirs
-        run = _step(peer, lambda: peer(ids_bs, labels=ids_bs).loss)
-        ways["transformers"] = Way(run, slow=True)
-    return ways
 
 
 def _step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Sequence[Tensor]]:

@@ -17,6 +17,7 @@ TITLES = {
     "conv": "Causal convolution with SiLU",
     "small": "Blocks, width 256",
     "blocks": "Blocks, width 768",
+    "prefill": "Whole models: reading a prompt",
     "train": "Whole models: forward and backward of the loss",
 }
 COLUMNS = ("case", "mode", "way", "time", "+-", "tokens/s", "peak", "ideal", "gain")
@@ -41,6 +42,8 @@ def tables(report: Report) -> list[PlainTable]:
         for group, title in TITLES.items()
         if any(row.case.group == group for row in report.rows)
     ]
+    if report.decoding:
+        found.append(_decoding(report))
     if report.promises:
         found.append(_budget(report.promises))
     if report.growth:
@@ -249,6 +252,26 @@ def _growth(report: Report) -> PlainTable:
     ]
     columns = ("operator", "mode", "way", *(f"{length / 1024:g}k" for length in lengths), "+-")
     return PlainTable("Microseconds per token by length", columns, rows, 3)
+
+
+def _decoding(report: Report) -> PlainTable:
+    rows = []
+    for figure in report.decoding:
+        numbers = (
+            milliseconds(figure.median),
+            f"{figure.tail:.2f}x",
+            count(figure.tokens_per_second),
+            f"{digits(figure.bytes_per_token / 1e6)} MB",
+            percent(figure.share(report.rates.bandwidth)),
+        )
+        if not figure.ok:
+            numbers = ("WRONG", *[NOTHING] * 4)
+        rows.append((figure.model, figure.format, str(figure.rows), *numbers))
+    columns = ("model", "weights", "rows", "time", "p99", "tokens/s", "per token", "ideal")
+    note = (
+        "p99: the slowest hundredth over the median. Per token: weights / rows + twice the state."
+    )
+    return PlainTable("Decoding, random weights", columns, rows, 2, (note,))
 
 
 def _threads(report: Report) -> PlainTable:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from anymamba.bench.blocks import LARGE, SMALL, block_cases
-from anymamba.bench.budget import Promise, promises
+from anymamba.bench.budget import Promise, decode_promises, promises
 from anymamba.bench.case import GROUPS, MODES, Case
+from anymamba.bench.decode import Decoding, decode_figures
 from anymamba.bench.growth import Growth, Threads, growth_figures, thread_figures
-from anymamba.bench.lms import PUBLISHED, lm_cases
+from anymamba.bench.lms import PUBLISHED, lm_cases, prefill_cases
 from anymamba.bench.machine import Machine, Rates, describe_machine
 from anymamba.bench.measure import Effort, Row, dtype_name, measure
 from anymamba.bench.operators import conv_cases, core_cases, scan_cases
@@ -66,6 +67,7 @@ class Report:
     rates: Rates
     quick: bool = False
     rows: list[Row] = field(default_factory=list)
+    decoding: list[Decoding] = field(default_factory=list)
     growth: list[Growth] = field(default_factory=list)
     threads: list[Threads] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
@@ -76,9 +78,20 @@ class Report:
         return [row for row in self.rows if not row.ok]
 
     @property
+    def wrong(self) -> list[str]:
+        """What disagrees with the reference, or a decoder with its modules."""
+        return [
+            *(f"{row.case.title} ({row.way})" for row in self.red),
+            *(f"{x.model}, {x.format}, decoding {x.rows}" for x in self.decoding if not x.ok),
+        ]
+
+    @property
     def promises(self) -> list[Promise]:
         """The lines of the budget that were measured."""
-        return promises(self.rows, self.growth, self.threads, self.rates)
+        return [
+            *promises(self.rows, self.growth, self.threads, self.rates),
+            *decode_promises(self.decoding, self.rates),
+        ]
 
     def share_of_ideal(self, row: Row) -> float | None:
         """Return the ideal time over the measured one."""
@@ -105,9 +118,24 @@ class Report:
             },
             "rows": [self._row(row) for row in self.rows],
             "budget": [{**promise._asdict(), "met": promise.met} for promise in self.promises],
+            "decoding": [self._decoding(figure) for figure in self.decoding],
             "growth": [figure._asdict() for figure in self.growth],
             "threads": [figure._asdict() for figure in self.threads],
             "profiles": [profile._asdict() for profile in self.profiles],
+        }
+
+    def _decoding(self, figure: Decoding) -> dict[str, Any]:
+        return {
+            "model": figure.model,
+            "format": figure.format,
+            "rows": figure.rows,
+            "ok": figure.ok,
+            "error": figure.error,
+            "seconds": figure.median,
+            "slowest_hundredth": figure.tail,
+            "tokens_per_second": figure.tokens_per_second,
+            "bytes_per_token": figure.bytes_per_token,
+            "share_of_ideal": figure.share(self.rates.bandwidth),
         }
 
     def _row(self, row: Row) -> dict[str, Any]:
@@ -154,8 +182,13 @@ def suite_cases(suite: Suite) -> Iterator[Case]:
         for block in LARGE:
             if not suite.quick or block.name in QUICK_BLOCKS:
                 yield from block_cases("blocks", block, modes)
+    models = QUICK_MODELS if suite.quick else PUBLISHED
+    if "prefill" in suite.groups and "forward" in modes:
+        for name in models:
+            for length in (64,) if suite.quick else (256, 2048):
+                yield from prefill_cases(name, length)
     if "train" in suite.groups and "train" in modes:
-        for name in QUICK_MODELS if suite.quick else PUBLISHED:
+        for name in models:
             yield from lm_cases(name, 64 if suite.quick else 256)
 
 
@@ -174,6 +207,11 @@ def run_suite(suite: Suite, tell: Callable[[str], None] = lambda _: None) -> Rep
         for case in cases:
             if case.group == group:
                 report.rows += measure(case, suite.effort, tell)
+        report.rates.probe()
+    if "decode" in suite.groups and "step" in suite.modes:
+        report.decoding = decode_figures(
+            QUICK_MODELS if suite.quick else PUBLISHED, tokens=20 if suite.quick else 60, tell=tell
+        )
         report.rates.probe()
     modes = [mode for mode in suite.modes if mode != "step"]
     if "growth" in suite.groups:

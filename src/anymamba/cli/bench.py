@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-Group = Literal["core", "scan", "conv", "small", "blocks", "train", "growth", "profile"]
+Group = Literal[
+    "core", "scan", "conv", "small", "blocks", "prefill", "train", "decode", "growth", "profile"
+]
 Mode = Literal["forward", "train", "step"]
 
 
@@ -28,8 +30,9 @@ class Bench:
     """Measure speed, memory and share of the ideal; exit code 1 if something computes wrongly."""
 
     cases: Annotated[Positional[tuple[Group, ...]], arg(metavar="[CASES ...]")] = ()
-    """Any of core, scan, conv (operators), small and blocks (blocks of width 256 and 768), train
-    (whole models), growth (lengths and threads), profile. All by default."""
+    """Any of core, scan, conv (operators), small and blocks (blocks of width 256 and 768),
+    prefill and train (whole models), decode (one token after the other), growth (lengths and
+    threads), profile. All by default."""
 
     modes: Annotated[tuple[Mode, ...], arg(metavar="MODE ...")] = ("forward", "train", "step")
     """Any of forward, train (forward and backward), step (one token)."""
@@ -74,8 +77,8 @@ class Bench:
         if self.save is not None:
             for file in self._write(report, Path(self.save)):
                 terminal.out.print(f"  wrote {escape(str(file))}")
-        terminal.document(ok=not report.red, **report.to_dict())
-        return 1 if report.red else 0
+        terminal.document(ok=not report.wrong, **report.to_dict())
+        return 1 if report.wrong else 0
 
     def _write(self, report: "Report", name: Path) -> list[Path]:
         """Write page, picture and data beside each other; a name may have dots of its own."""
@@ -158,7 +161,6 @@ def _style(row: tuple[str, ...]) -> str | None:
 
 
 def _verdict(report: "Report") -> str:
-    if report.red:
-        wrong = ", ".join(f"{row.case.title} ({row.way})" for row in report.red)
-        return f"  [bold red]WRONG[/], so no speed is printed: {escape(wrong)}"
+    if report.wrong:
+        return f"  [bold red]WRONG[/], so no speed is printed: {escape(', '.join(report.wrong))}"
     return "  [green]Every way that was timed agrees with the reference.[/]"

@@ -32,6 +32,9 @@ class Convert:
     dtype: Annotated[DType | None, arg(metavar="DTYPE")] = None
     """Store in this dtype; as it is if left out."""
 
+    quantize: Annotated[Literal["int8", "int4"] | None, arg(metavar="NAME")] = None
+    """Store projections, embedding and head as int8 or int4."""
+
     a_activation: Annotated[Literal["heavy_tail", "softplus"] | None, arg(metavar="NAME")] = None
     """Mamba-3: heavy_tail or softplus, where IN does not say."""
 
@@ -53,6 +56,7 @@ class Convert:
                 format=self.format,
                 dtype=torch_dtype(self.dtype),
                 a_activation=self.a_activation,
+                quantize=self.quantize,
                 revision=self.revision,
             )
         files = {

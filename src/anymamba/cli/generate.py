@@ -3,13 +3,13 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
 from anymamba.cli.options import ModelOptions, SamplingOptions
 from anymamba.cli.speech import first_ids, speak
-from anymamba.cli.terminal import Terminal
+from anymamba.cli.terminal import Terminal, human_bytes
 
 __all__ = ["Generate", "prompt_progress"]
 
@@ -30,13 +30,18 @@ class Generate(SamplingOptions, ModelOptions):
     stop: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")] = ()
     """End before this text; may be given several times."""
 
+    quantize: Annotated[Literal["int8", "int4"] | None, arg(metavar="NAME")] = None
+    """Compute with int8 or int4 weights."""
+
     echo: bool = False
     """Write the prompt first."""
 
     def run(self, terminal: Terminal) -> int:
         """Generate, streaming."""
+        from anymamba.bench import token_limit
+
         prompt = sys.stdin.read() if self.prompt is None else self.prompt
-        lm = self.load()
+        lm = self.load(quantize=self.quantize)
         tokenizer = self.load_tokenizer(self.tokenizer, lm)
         if self.echo:
             terminal.text(prompt)
@@ -52,8 +57,23 @@ class Generate(SamplingOptions, ModelOptions):
                 **self.sampling(),
             )
         terminal.text("\n")
+        limit = token_limit(lm, speech.cache)
+        share = limit.share(speech.tokens_per_second)
         terminal.err.print(speech.summary(), style="dim")
-        terminal.document(ok=True, model=self.model, prompt=prompt, **speech.facts())
+        terminal.err.print(
+            f"{human_bytes(limit.bytes_per_token)} per token; reading memory at "
+            f"{limit.bandwidth / 1e9:.3g} GB/s would allow {limit.tokens_per_second:.0f} tokens/s: "
+            f"{share:.0%} reached",
+            style="dim",
+        )
+        terminal.document(
+            ok=True,
+            model=self.model,
+            prompt=prompt,
+            **speech.facts(),
+            bytes_per_token=limit.bytes_per_token,
+            share_of_limit=share,
+        )
         return 130 if speech.finish_reason == "interrupt" else 0
 
 

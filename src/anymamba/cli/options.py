@@ -41,8 +41,8 @@ class ModelOptions:
     json: bool = False
     """Write JSON to stdout instead of text."""
 
-    def load(self) -> "MambaLM":
-        """Load the model."""
+    def load(self, **options: Any) -> "MambaLM":
+        """Load the model; options are further ones of `load_pretrained`."""
         from anymamba.io import load_pretrained
 
         return load_pretrained(
@@ -51,6 +51,7 @@ class ModelOptions:
             device=self.device,
             dtype=torch_dtype(self.dtype),
             a_activation=self.a_activation,
+            **options,
         )
 
     def load_tokenizer(self, given: str | None, lm: "MambaLM") -> "Tokenizer":

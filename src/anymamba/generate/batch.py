@@ -160,7 +160,7 @@ class Batch:
         """Run the newest token of every row through the model."""
         newest = [row.ids[-1] for row in self.rows]
         ids_b = torch.tensor(newest, device=self.logits_bw.device)
-        logits_bw, self.cache = self.lm.step(ids_b, self.cache)
+        logits_bw, self.cache = self.lm.advance(ids_b, self.cache)
         self.logits_bw = self._real(logits_bw)
 
     def keep(self, places: list[int]) -> None:

@@ -13,7 +13,7 @@ A filter sees what its forerunners left: top-p measures the mass that remains af
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -218,7 +218,27 @@ def pick(
         return logits_bw.argmax(-1)
     # The generators live on the CPU, so that every device draws the same numbers.
     uniform_b = torch.cat([torch.rand(1, generator=generator) for generator in generators])
-    return draw(restrict(logits_bw, config), uniform_b.to(logits_bw))
+    uniform_b = uniform_b.to(logits_bw)
+    kept = _kept_by_top_k(logits_bw, int(config.top_k))
+    if kept is None:
+        return draw(restrict(logits_bw, config), uniform_b)
+    # A handful of candidates: no softmax over the vocabulary is made.
+    few_bw = restrict(logits_bw.gather(-1, kept), replace(config, top_k=0))
+    return kept.gather(-1, draw(few_bw, uniform_b)[:, None]).squeeze(-1)
+
+
+def _kept_by_top_k(logits_bw: Tensor, k: int) -> Tensor | None:
+    """Return the places that `keep_top_k` keeps, in their order; None unless all rows keep as many.
+
+    Equal logits can make a row keep more than k.
+    """
+    if k == 0 or k >= logits_bw.shape[-1]:
+        return None
+    is_kept = logits_bw >= logits_bw.topk(k).values[..., -1:]
+    counts = is_kept.sum(-1).tolist()
+    if len(set(counts)) != 1:
+        return None
+    return is_kept.nonzero()[:, 1].view(-1, counts[0])
 
 
 def row_seed(seed: int, row: int) -> int:

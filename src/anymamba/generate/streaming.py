@@ -27,8 +27,7 @@ class Stream(Iterator[int]):
         prompts = check_prompts(request.where, [prompt_ids], lm.config.vocab_size)
         self._limit = request.max_new_tokens
         self._batch = Batch(lm, prompts, request, logprobs=True)
-        # Whether the newest token was run through the model: put off until somebody needs it.
-        self._is_fed = True
+        self._start = self._position
 
     def __iter__(self) -> "Stream":
         return self
@@ -39,7 +38,6 @@ class Stream(Iterator[int]):
             raise StopIteration
         self._feed()
         self._batch.draw()
-        self._is_fed = False
         return self._batch.rows[0].ids[-1]
 
     @property
@@ -64,10 +62,17 @@ class Stream(Iterator[int]):
             self._feed()
         return self._batch.cache.clone()
 
+    @property
+    def _position(self) -> int:
+        return int(self._batch.cache.position_b[0])
+
     def _feed(self) -> None:
-        if not self._is_fed:
+        """Run the newest token through the model: put off until somebody needs it.
+
+        The state itself knows whether that was done, even if a callback failed in between.
+        """
+        if self._position < self._start + len(self._batch.rows[0].ids):
             self._batch.feed()
-            self._is_fed = True
 
 
 def stream(

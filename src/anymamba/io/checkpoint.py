@@ -19,9 +19,17 @@ from anymamba.io.layouts import (
     transformers_names,
 )
 from anymamba.io.match import EMBEDDING, HEAD, check_match, filled, skeleton
-from anymamba.io.tensor_file import DTYPES
+from anymamba.io.quantized import (
+    SCHEME_KEY,
+    check_scheme,
+    expected_tensors,
+    fill_quantized,
+    quantized_outline,
+    stored_scheme,
+)
+from anymamba.io.tensor_file import DTYPES, INTEGERS
 from anymamba.io.weights_file import check_format, read_weights, write_weights
-from anymamba.models import MambaConfig, MambaLM
+from anymamba.models import MambaConfig, MambaLM, scheme_of
 
 __all__ = ["CheckpointService", "load_pretrained", "save_pretrained"]
 
@@ -35,6 +43,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     a_activation: str | None = None,
+    quantize: str | None = None,
     cache_dir: Folder | None = None,
     local_files_only: bool = False,
 ) -> MambaLM:
@@ -50,6 +59,8 @@ def load_pretrained(
         dtype: of the parameters; torch's default dtype when omitted, whatever the file has.
             Sensitive parameters stay float32 beside half types.
         a_activation: Mamba-3: "heavy_tail" or "softplus"; official configs do not tell.
+        quantize: "int8" or "int4": projections, embedding and head become integers, one tensor at
+            a time; a checkpoint that is quantised already says so itself.
         cache_dir: where the hub's cache lies, if not in its usual place.
         local_files_only: never use the network.
 
@@ -68,6 +79,7 @@ def load_pretrained(
     """
     where = "load_pretrained"
     check_dtype(where, dtype)
+    check_scheme(where, quantize)
     directory = locate(
         where,
         name_or_dir,
@@ -76,8 +88,10 @@ def load_pretrained(
         local_files_only=local_files_only,
     )
     config, stored = read_checkpoint(where, directory, a_activation)
+    scheme = stored_scheme(where, directory)
     model = skeleton(where, directory, config, len(stored), dtype)
-    check_match(where, directory, config, model.state_dict(), stored)
+    model = quantized_outline(where, model, scheme, quantize)
+    check_match(where, directory, config, expected_tensors(model, scheme), stored)
     _fill(model, stored, torch.get_default_device() if device is None else torch.device(device))
     return model
 
@@ -117,7 +131,11 @@ def save_pretrained(
     tensors = {name: value.detach() for name, value in model.state_dict().items()}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(f"{where}: the model must have values; it lives on the meta device.")
-    expected = skeleton(where, folder, model.config, len(tensors), dtype).state_dict()
+    scheme = scheme_of(model)
+    outline = skeleton(where, folder, model.config, len(tensors), dtype)
+    expected = expected_tensors(quantized_outline(where, outline, scheme, None), scheme)
+    if scheme is not None and model.config.tie_embeddings:
+        tensors = {name: x for name, x in tensors.items() if not name.startswith("lm_head.")}
     check_match(where, folder, model.config, expected, tensors)
     write_checkpoint(
         where,
@@ -128,6 +146,7 @@ def save_pretrained(
         layout=layout,
         format=format,
         max_shard_bytes=max_shard_bytes,
+        scheme=scheme,
     )
 
 
@@ -165,6 +184,7 @@ def write_checkpoint(
     format: str,
     max_shard_bytes: int | None,
     tokens: dict[str, Any] | None = None,
+    scheme: str | None = None,
 ) -> None:
     """Write tensors with official names as a checkpoint of `layout`.
 
@@ -178,15 +198,22 @@ def write_checkpoint(
         format: "safetensors" or "bin".
         max_shard_bytes: of one safetensors file.
         tokens: special token ids for a transformers config.
+        scheme: how the tensors are quantised; None if they are not.
     """
     check_layout(where, layout)
     check_format(where, format, max_shard_bytes)
+    if scheme is not None and (layout, format) != ("official", "safetensors"):
+        raise ConfigError(
+            f"{where}: quantised weights are stored in layout 'official' and format 'safetensors'; "
+            f"got {layout!r} and {format!r}. Other readers need floating point."
+        )
     if layout == "transformers":
         # Before anything is written: the model may not exist there.
         to_transformers(where, config)
         note_groups(where, config, layout)
     for name, tensor in tensors.items():
-        if (dtypes or {name: tensor.dtype})[name] not in DTYPES:
+        kinds = INTEGERS if scheme is not None and name.endswith(".values") else DTYPES
+        if (dtypes or {name: tensor.dtype})[name] not in kinds:
             raise CheckpointError(
                 f"{where}: weights must have one of {', '.join(map(str, DTYPES))}; {name} is "
                 f"{tensor.dtype}. Pass dtype=torch.float32."
@@ -206,16 +233,29 @@ def write_checkpoint(
         raise CheckpointError(
             f"{where}: {str(directory)!r} must be a folder; {error}. Choose another place."
         ) from error
-    write_weights(where, directory, kept, stored_as, format=format, max_shard_bytes=max_shard_bytes)
+    notes = {} if scheme is None else {SCHEME_KEY: scheme}
+    write_weights(
+        where,
+        directory,
+        kept,
+        stored_as,
+        format=format,
+        max_shard_bytes=max_shard_bytes,
+        notes=notes,
+    )
     write_config(where, directory, config, layout, tokens or {})
 
 
 def _fill(model: MambaLM, stored: Mapping[str, Tensor], device: torch.device) -> None:
     """Give a model without values its own copies of the stored ones, one tensor at a time."""
     parameters = filled(model, stored, device)
-    if model.config.tie_embeddings:
+    if model.config.tie_embeddings and EMBEDDING in parameters:
         parameters[HEAD] = parameters[EMBEDDING]
-    model.load_state_dict(parameters, assign=True)
+    is_quantized = scheme_of(model) is not None
+    # The buffers of quantised layers follow below.
+    model.load_state_dict(parameters, assign=True, strict=not is_quantized)
+    if is_quantized:
+        fill_quantized(model, stored, device)
     model.tie_weights()
 
 

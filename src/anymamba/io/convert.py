@@ -11,6 +11,13 @@ from anymamba.io.checkpoint import Folder, check_dtype, read_checkpoint, write_c
 from anymamba.io.disk import read_json, replacing
 from anymamba.io.hub import TEXT_FILES, locate
 from anymamba.io.match import check_match, skeleton
+from anymamba.io.quantized import (
+    check_scheme,
+    expected_tensors,
+    quantized_outline,
+    quantized_tensors,
+    stored_scheme,
+)
 
 __all__ = ["convert_checkpoint"]
 
@@ -25,6 +32,7 @@ def convert_checkpoint(
     format: str = "safetensors",
     dtype: torch.dtype | None = None,
     a_activation: str | None = None,
+    quantize: str | None = None,
     max_shard_bytes: int | None = None,
     revision: str | None = None,
     cache_dir: Folder | None = None,
@@ -43,6 +51,7 @@ def convert_checkpoint(
         dtype: store in this dtype, sensitive parameters in float32 beside half types; as they are
             stored when omitted.
         a_activation: Mamba-3: "heavy_tail" or "softplus", where the source does not tell.
+        quantize: "int8" or "int4": store projections, embedding and head as integers.
         max_shard_bytes: cut safetensors into files of at most this size.
         revision: branch, tag, commit or reference on the hub.
         cache_dir: where the hub's cache lies, if not in its usual place.
@@ -55,6 +64,7 @@ def convert_checkpoint(
     """
     where = "convert_checkpoint"
     check_dtype(where, dtype)
+    check_scheme(where, quantize)
     start = locate(
         where,
         source,
@@ -70,8 +80,13 @@ def convert_checkpoint(
             f"{str(goal)!r}. Name a new folder."
         )
     config, stored = read_checkpoint(where, start, a_activation)
-    expected = skeleton(where, start, config, len(stored), dtype).state_dict()
-    check_match(where, start, config, expected, stored)
+    scheme = stored_scheme(where, start)
+    model = skeleton(where, start, config, len(stored), dtype)
+    model = quantized_outline(where, model, scheme, quantize)
+    check_match(where, start, config, expected_tensors(model, scheme), stored)
+    if scheme is None and quantize is not None:
+        stored, scheme = quantized_tensors(stored, model), quantize
+    expected = expected_tensors(model, scheme)
     entries = read_json(where, start / "config.json")
     write_checkpoint(
         where,
@@ -84,6 +99,7 @@ def convert_checkpoint(
         format=format,
         max_shard_bytes=max_shard_bytes,
         tokens={name: entries[name] for name in _TOKENS if name in entries},
+        scheme=scheme,
     )
     for name in TEXT_FILES:
         if (start / name).is_file():

@@ -116,7 +116,8 @@ def check_match(
     Raises:
         CheckpointError: names or shapes differ, or a tied head differs from the embedding.
     """
-    tied = config.tie_embeddings
+    # A quantised file has no weight of that name, and never a tied head.
+    tied = config.tie_embeddings and HEAD in expected
     needed = {name: x for name, x in expected.items() if not (tied and name == HEAD)}
     optional = {HEAD: expected[HEAD]} if tied else {}
     kind = f"{config.layer} model with this config"

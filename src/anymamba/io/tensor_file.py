@@ -11,11 +11,13 @@ from torch import Tensor
 from anymamba.errors import CheckpointError
 from anymamba.io.disk import replacing
 
-__all__ = ["DTYPES", "bytes_of", "read_safetensors", "write_safetensors"]
+__all__ = ["DTYPES", "INTEGERS", "bytes_of", "read_safetensors", "write_safetensors"]
 
 # What weights and states may be stored as; states also count tokens, in int64.
 _PIECE = 1 << 20
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What the values of quantised weights are stored as.
+INTEGERS = (torch.int8, torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> bytearray:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.disk import read_json, replacing, write_json
-from anymamba.io.tensor_file import DTYPES, write_safetensors
+from anymamba.io.tensor_file import DTYPES, INTEGERS, write_safetensors
 
 __all__ = ["FORMATS", "WEIGHT_FILES", "check_format", "read_weights", "shards_of", "write_weights"]
 
@@ -97,6 +97,7 @@ def write_weights(
     *,
     format: str = "safetensors",
     max_shard_bytes: int | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors so that a reader sees either the old weights or the new ones.
 
@@ -111,12 +112,14 @@ def write_weights(
         format: "safetensors" or "bin".
         max_shard_bytes: cut safetensors into files of at most this size; a larger tensor gets a
             file of its own.
+        notes: further text entries for the header of safetensors.
 
     Raises:
         ConfigError: the options contradict each other.
         CheckpointError: the system refuses.
     """
     check_format(where, format, max_shard_bytes)
+    header = {**_METADATA, **(notes or {})}
     old = _present(where, directory)
     if format == "bin":
         file = directory / _SINGLE[format]
@@ -125,7 +128,7 @@ def write_weights(
         new = {file.name}
     else:
         groups = _split(tensors, dtypes, max_shard_bytes)
-        new = _write_groups(where, directory, groups, dtypes)
+        new = _write_groups(where, directory, groups, dtypes, header)
     for name in old:
         if name not in new:
             _remove(where, directory / name)
@@ -136,10 +139,11 @@ def _write_groups(
     directory: Path,
     groups: list[dict[str, Tensor]],
     dtypes: Mapping[str, torch.dtype],
+    header: Mapping[str, str],
 ) -> set[str]:
     if len(groups) == 1:
         file = directory / _SINGLE["safetensors"]
-        write_safetensors(where, file, groups[0], _METADATA, dtypes)
+        write_safetensors(where, file, groups[0], header, dtypes)
         return {_SINGLE["safetensors"]}
     count = len(groups)
     names = [f"model-{place:05}-of-{count:05}.safetensors" for place in range(1, count + 1)]
@@ -150,7 +154,7 @@ def _write_groups(
     written: list[Path] = []
     try:
         for name, group in zip(names, groups, strict=True):
-            write_safetensors(where, directory / name, group, _METADATA, dtypes)
+            write_safetensors(where, directory / name, group, header, dtypes)
             written.append(directory / name)
         listed = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         total = sum(_bytes(x, dtypes[key]) for group in groups for key, x in group.items())
@@ -229,7 +233,8 @@ def _read(where: str, file: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter):
             kind = type(tensor).__name__
             _refuse(where, file, f"{name!r} is a {kind}, where only named tensors may stand")
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+        kinds = INTEGERS if name.endswith(".values") else DTYPES
+        if tensor.dtype not in kinds or tensor.layout != torch.strided:
             _refuse(where, file, f"{name!r} is {tensor.dtype}, {tensor.layout}: no plain weights")
     return tensors
 

@@ -3,12 +3,19 @@
 from anymamba.models.activation import ActivationReport, compare_activations
 from anymamba.models.config import MIXERS, MambaConfig
 from anymamba.models.count import ModelCount, PartCount, count_model
+from anymamba.models.decoder import native_refusal
 from anymamba.models.encoder import Encoder, EncoderConfig, MaskedTokens, mask_tokens
 from anymamba.models.hybrid import hybrid_config
 from anymamba.models.latent import LatentModel, LatentStep
 from anymamba.models.latent_config import LatentConfig
 from anymamba.models.lm import MambaLM, use_checkpoints
 from anymamba.models.presets import PRESETS, preset
+from anymamba.models.quantize import (
+    outline_quantized,
+    quantize_lm,
+    quantized_modules,
+    scheme_of,
+)
 from anymamba.models.stored import STORED_MODELS, StoredModel, use_model_files
 from anymamba.models.verify import verify
 from anymamba.models.verify_report import VerifyReport, VerifyRow
@@ -35,7 +42,12 @@ __all__ = [
     "count_model",
     "hybrid_config",
     "mask_tokens",
+    "native_refusal",
+    "outline_quantized",
     "preset",
+    "quantize_lm",
+    "quantized_modules",
+    "scheme_of",
     "use_checkpoints",
     "use_model_files",
     "verify",

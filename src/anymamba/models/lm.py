@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.errors import BackendError, DtypeError, ShapeError
+from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
 from anymamba.models.config import MambaConfig
+from anymamba.models.decoder import native_refusal, native_step_
 from anymamba.models.loss import head_loss, next_token_targets
-from anymamba.nn import ModelCache, Stack, is_plain
+from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain
 from anymamba.ops import SsdPath
 
 __all__ = ["MambaLM", "use_checkpoints"]
@@ -91,8 +92,13 @@ class MambaLM(nn.Module):
 
     def tie_weights(self) -> None:
         """Share the embedding with the head, if the config says so."""
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.backbone.embedding.weight
+        embedding, head = self.backbone.embedding, self.lm_head
+        if not self.config.tie_embeddings:
+            return
+        if isinstance(head, QuantizedLinear) and isinstance(embedding, QuantizedEmbedding):
+            head.values, head.scales = embedding.values, embedding.scales
+        elif isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding):
+            head.weight = embedding.weight
 
     def forward(
         self,
@@ -115,7 +121,7 @@ class MambaLM(nn.Module):
             seq_idx: segment labels (batch, sequence).
         """
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        hidden_bsd, _ = self._hidden(ids_bs, None, how)
+        hidden_bsd = self._outputs(ids_bs, how)
         return self.lm_head(hidden_bsd[:, -num_last_tokens:])
 
     def prefill(
@@ -134,20 +140,64 @@ class MambaLM(nn.Module):
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
         return LmStep(self.lm_head(hidden_bsd[:, -num_last_tokens:]), new)
 
-    def step(self, ids_b: Tensor, cache: ModelCache) -> LmStep:
-        """Run one token: pure and differentiable; returns `(logits_bw, cache)`."""
-        self._check_ids("MambaLM.step", ids_b, 1)
-        self._check_cache("MambaLM.step", cache)
+    def step(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> LmStep:
+        """Run one token: pure and differentiable; returns `(logits_bw, cache)`.
+
+        Args:
+            ids_b: one token id per row.
+            cache: state before the token; not changed.
+            impl: "auto" runs the CPU decoder where no gradient is wanted and the model allows it,
+                else the modules; "native" insists on the decoder, "portable" on the modules.
+
+        Raises:
+            BackendError: `impl="native"` cannot be obeyed.
+        """
+        self._check_token("MambaLM.step", ids_b, cache, impl)
+        if impl == "native" and torch.is_grad_enabled():
+            raise BackendError(
+                "MambaLM.step: impl='native' has no gradient, and gradients are enabled. Call it "
+                "under torch.no_grad(), or use impl='auto'."
+            )
+        # Copying the state for nothing would cost more than asking first.
+        tries = not torch.is_grad_enabled() and self._decodes(impl)
+        if tries and (impl == "native" or native_refusal(self, ids_b) is None):
+            new = cache.clone()
+            logits_bw = native_step_(self, ids_b, new, impl)
+            if logits_bw is not None:
+                return LmStep(logits_bw, new)
         hidden_bd, new = self.backbone.token(self.backbone.embedding(ids_b), cache)
         return LmStep(self.lm_head(hidden_bd), new)
 
     @torch.no_grad()
-    def step_(self, ids_b: Tensor, cache: ModelCache) -> Tensor:
-        """Run one token and write the new state into the cache's own memory; inference only."""
-        self.backbone.check_in_place("MambaLM.step_", cache)
-        logits_bw, new = self.step(ids_b, cache)
+    def step_(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> Tensor:
+        """Run one token and write the new state into the cache's own memory; inference only.
+
+        The arguments are those of `step`. An error leaves the cache as it was.
+        """
+        where = "MambaLM.step_"
+        self._check_token(where, ids_b, cache, impl)
+        self.backbone.check_in_place(where, cache)
+        if self._decodes(impl):
+            logits_bw = native_step_(self, ids_b, cache, impl)
+            if logits_bw is not None:
+                return logits_bw
+        logits_bw, new = self.step(ids_b, cache, impl="portable")
         cache.assign_(new)
         return logits_bw
+
+    @torch.no_grad()
+    def advance(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> LmStep:
+        """Run one token with a cache that the caller gives up; returns `(logits_bw, cache)`.
+
+        The cheapest of `step_` and `step`: the CPU decoder writes into the given cache and returns
+        it; where modules run, a new one is returned. Inference only.
+        """
+        self._check_token("MambaLM.advance", ids_b, cache, impl)
+        if self._decodes(impl):
+            logits_bw = native_step_(self, ids_b, cache, impl)
+            if logits_bw is not None:
+                return LmStep(logits_bw, cache)
+        return self.step(ids_b, cache, impl="portable")
 
     def step_infinite(self, ids_b: Tensor) -> Tensor:
         """Return the limit of the logits when the same token is fed for ever; Mamba-3 only."""
@@ -178,7 +228,9 @@ class MambaLM(nn.Module):
             seq_idx: segment labels; no prediction crosses a change.
         """
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        return self.prefill_loss(ids_bs, targets_bs, **how).loss
+        if targets_bs is None:
+            targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
+        return self._loss(self._outputs(ids_bs, how), targets_bs)
 
     def prefill_loss(
         self,
@@ -200,10 +252,7 @@ class MambaLM(nn.Module):
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
-        if is_plain(self.lm_head, nn.Linear):
-            return LmLoss(head_loss(hidden_bsd, self.lm_head.weight, targets_bs), new)
-        logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
-        return LmLoss(F.cross_entropy(logits_sw.float(), targets_bs.flatten()), new)
+        return LmLoss(self._loss(hidden_bsd, targets_bs), new)
 
     def empty_cache(
         self,
@@ -229,6 +278,17 @@ class MambaLM(nn.Module):
         """Name the family and the vocabulary."""
         return f"family={self.config.layer}, vocab_size={self.config.vocab_size}"
 
+    def _loss(self, hidden_bsd: Tensor, targets_bs: Tensor) -> Tensor:
+        if is_plain(self.lm_head, nn.Linear):
+            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs)
+        logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
+        return F.cross_entropy(logits_sw.float(), targets_bs.flatten())
+
+    def _outputs(self, ids_bs: Tensor, how: dict[str, Any]) -> Tensor:
+        """Return the normalised hidden states of whole sequences; no state is kept."""
+        self._check_ids("MambaLM", ids_bs, 2)
+        return self.backbone.outputs(self.backbone.embedding(ids_bs), how, None)
+
     def _hidden(
         self, ids_bs: Tensor, cache: ModelCache | None, how: dict[str, Any]
     ) -> tuple[Tensor, ModelCache]:
@@ -250,6 +310,19 @@ class MambaLM(nn.Module):
                 f"{where}: token ids must have the axes {axes}, none empty; "
                 f"got shape {tuple(ids.shape)}."
             )
+
+    def _check_token(self, where: str, ids_b: Tensor, cache: ModelCache, impl: str) -> None:
+        if impl not in ("auto", "portable", "native"):
+            raise ConfigError(
+                f"{where}: impl must be 'auto', 'portable' or 'native'; got {impl!r}."
+            )
+        self._check_ids(where, ids_b, 1)
+        self._check_cache(where, cache)
+
+    @staticmethod
+    def _decodes(impl: str) -> bool:
+        """Whether the decoder may be tried; a traced call stays in the modules."""
+        return impl != "portable" and not torch.compiler.is_compiling()
 
     def _check_cache(self, where: str, cache: ModelCache) -> None:
         self.backbone.check_cache(where, cache, is_needed=True)

@@ -1,9 +1,9 @@
 """Next-token loss over a large vocabulary without ever holding all logits."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from anymamba.ops import head_cross_entropy
 
 __all__ = ["head_loss", "next_token_targets"]
 
@@ -35,24 +35,15 @@ def next_token_targets(
 def head_loss(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight^T`, piece by piece.
 
-    Each piece's logits are recomputed in the backward, so the largest tensor is one piece of them.
-    Targets of -100 do not count.
+    The largest tensor is one piece of logits, which becomes its own gradient in place. Targets of
+    -100 do not count.
 
     Args:
         hidden_bsd: normalised hidden states.
         weight_wd: the head's weight, one row per token.
         targets_bs: the token each position predicts.
     """
-    hidden_sd, targets_s = hidden_bsd.flatten(0, 1), targets_bs.flatten()
+    targets_s = targets_bs.flatten().to(torch.int64)
     rows = max(16, PIECE_ELEMENTS // weight_wd.shape[0])
-    total = hidden_sd.new_zeros((), dtype=torch.promote_types(hidden_sd.dtype, torch.float32))
-    for start in range(0, hidden_sd.shape[0], rows):
-        piece = hidden_sd[start : start + rows], weight_wd, targets_s[start : start + rows]
-        total = total + checkpoint(_piece_loss, *piece, use_reentrant=False)
+    total = head_cross_entropy(hidden_bsd.flatten(0, 1), weight_wd, targets_s, rows=rows)
     return total / (targets_s != IGNORE).sum().clamp(min=1)
-
-
-def _piece_loss(hidden_sd: Tensor, weight_wd: Tensor, targets_s: Tensor) -> Tensor:
-    logits_sw = F.linear(hidden_sd, weight_wd)
-    wide = torch.promote_types(logits_sw.dtype, torch.float32)
-    return F.cross_entropy(logits_sw.to(wide), targets_s, ignore_index=IGNORE, reduction="sum")

@@ -22,6 +22,7 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm, RMSNormGated
+from anymamba.nn.quantized import QuantizedEmbedding, QuantizedLinear, dequantize, quantize
 from anymamba.nn.registers import Cursor, Insertion, Marker, RegisterConfig, Registers
 from anymamba.nn.residual import MultiGate, MultiGateResidual, ResidualConfig, depth_init_bias
 from anymamba.nn.reversal import check_lengths, token_mask
@@ -59,6 +60,8 @@ __all__ = [
     "ModelCache",
     "MultiGate",
     "MultiGateResidual",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
     "RMSNorm",
     "RMSNormGated",
     "RegisterConfig",
@@ -75,12 +78,14 @@ __all__ = [
     "check_options",
     "count_parameters",
     "depth_init_bias",
+    "dequantize",
     "flops_per_token",
     "is_plain",
     "join_rows",
     "make_bidirectional_schedule",
     "make_schedule",
     "nearest",
+    "quantize",
     "state_bytes",
     "token_mask",
 ]

@@ -8,11 +8,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, check_scan_options, reject_unknown
+from anymamba.nn.block import (
+    Block,
+    InverseSoftplus,
+    check_scan_options,
+    is_plain,
+    reject_unknown,
+)
 from anymamba.nn.cache import Mamba2Cache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.nn.norm import RMSNormGated
-from anymamba.ops import SsdPath, accumulate_dtype, clamp_dt, softplus, ssd, ssd_step
+from anymamba.ops import (
+    SsdPath,
+    accumulate_dtype,
+    clamp_dt,
+    gated_product,
+    gated_tail,
+    softplus,
+    ssd,
+    ssd_step,
+)
 
 __all__ = ["Mamba2"]
 
@@ -200,19 +215,25 @@ class Mamba2(Block[Mamba2Cache]):
         z0, x0, z_bsi, x_bsv, dt_bsh = self._project(u_bsd)
         x_bsv, conv_bvk = convolve(self.conv1d, x_bsv, cache.conv_bvk, cu_seqlens, impl=impl)
         x_bshp, b_bsgr, c_bsgr = self._split(x_bsv)
+        # The skip belongs to the tail, unless the norm must be called as a module.
+        fused = not self.rmsnorm or is_plain(self.norm, RMSNormGated)
         y_bshp, ssm_bhpr = ssd(
             x_bshp,
             dt_bsh,
             -self.A_log.to(dt_bsh.dtype).exp(),
             b_bsgr,
             c_bsgr,
-            self._skip(),
+            None if fused else self._skip(),
             cache.ssm_bhpr,
             path=with_chunk_size(path, impl, self.chunk_size),
             impl=impl,
             cu_seqlens=cu_seqlens,
         )
-        return self._finish(y_bshp, z_bsi, z0, x0), Mamba2Cache(conv_bvk, ssm_bhpr)
+        if fused:
+            y_bsi = self._tail(y_bshp, x_bshp, z_bsi, impl)
+        else:
+            y_bsi = self.norm(y_bshp.flatten(-2), z_bsi)
+        return self._join(y_bsi, z0, x0, impl), Mamba2Cache(conv_bvk, ssm_bhpr)
 
     def _token(self, u_bd: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache]:
         z0, x0, z_bi, x_bv, dt_bh = self._project(u_bd)
@@ -220,7 +241,9 @@ class Mamba2(Block[Mamba2Cache]):
         x_bhp, b_bgr, c_bgr = self._split(x_bv)
         a_h = -self.A_log.to(dt_bh.dtype).exp()
         y_bhp, ssm_bhpr = ssd_step(x_bhp, dt_bh, a_h, b_bgr, c_bgr, self._skip(), cache.ssm_bhpr)
-        return self._finish(y_bhp, z_bi, z0, x0), Mamba2Cache(conv_bvk, ssm_bhpr)
+        y_bi = y_bhp.flatten(-2)
+        y_bi = self.norm(y_bi, z_bi) if self.rmsnorm else y_bi * F.silu(z_bi)
+        return self._join(y_bi, z0, x0, "portable"), Mamba2Cache(conv_bvk, ssm_bhpr)
 
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:
         """Split the projection; dt comes out as a step size in the accumulate dtype."""
@@ -242,12 +265,25 @@ class Mamba2(Block[Mamba2Cache]):
     def _skip(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
-    def _finish(self, y_hp: Tensor, z_i: Tensor, z0: Tensor, x0: Tensor) -> Tensor:
-        """Gate, normalise, join the MLP part and project."""
-        y_i = y_hp.flatten(-2)
-        y_i = self.norm(y_i, z_i) if self.rmsnorm else y_i * F.silu(z_i)
+    def _tail(self, y_bshp: Tensor, x_bshp: Tensor, z_bsi: Tensor, impl: str) -> Tensor:
+        """Skip, gate and norm in one operator."""
+        norm: dict[str, Any] = {}
+        if self.rmsnorm:
+            norm = {
+                "weight_i": self.norm.weight,
+                "eps": self.norm.eps,
+                "group_size": self.norm.group_size,
+                "norm_before_gate": self.norm.norm_before_gate,
+            }
+        z_bshp = z_bsi.unflatten(-1, (self.nheads, self.headdim))
+        return gated_tail(
+            y_bshp.unsqueeze(-3), x_bshp.unsqueeze(-3), z_bshp, self._skip(), impl=impl, **norm
+        )
+
+    def _join(self, y_i: Tensor, z0: Tensor, x0: Tensor, impl: str) -> Tensor:
+        """Join the MLP part and project."""
         if self.d_mlp:
-            y_i = torch.cat([F.silu(z0) * x0, y_i], dim=-1)
+            y_i = torch.cat([gated_product(x0, z0, impl=impl), y_i], dim=-1)
         return self.out_proj(y_i)
 
 

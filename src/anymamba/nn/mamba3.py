@@ -3,15 +3,21 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, check_scan_options, reject_unknown
+from anymamba.nn.block import (
+    Block,
+    InverseSoftplus,
+    check_scan_options,
+    is_plain,
+    reject_unknown,
+)
 from anymamba.nn.cache import (
     Mamba3Cache,
     Mamba3DoubleSsdCache,
     Mamba3SingleSsdCache,
+    RotationState,
 )
 from anymamba.nn.mamba2 import with_chunk_size
 from anymamba.nn.norm import RMSNorm, RMSNormGated
@@ -23,6 +29,7 @@ from anymamba.ops import (
     TrapezoidCoefficients,
     TrapezoidState,
     accumulate_dtype,
+    gated_tail,
     trapezoid_coefficients,
     trapezoid_fixed_point,
     trapezoid_scan,
@@ -210,7 +217,8 @@ class Mamba3(Block[Mamba3Cache]):
         """Return the limit of the outputs when the same token is fed for ever; differentiable."""
         where = f"{type(self).__name__}.step_infinite"
         self._check_input(where, u_bd, ("batch", "d_model"))
-        z, x_bhp, b_bmhr, c_bmhr, coefficients, turn = self._project(u_bd)
+        z, x_bhp, b_bmgr, c_bmgr, coefficients, turn = self._project(u_bd)
+        b_bmhr, c_bmhr = self._prepare(b_bmgr, c_bmgr)
         v_bmhp = self._values(x_bhp)
         increment = self.rotation.increment(turn, coefficients.dt)
         y_bmhp = trapezoid_fixed_point(
@@ -243,10 +251,9 @@ class Mamba3(Block[Mamba3Cache]):
         impl: str,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
-        z, x_bshp, b_bsmhr, c_bsmhr, coefficients, turn = self._project(u_bsd)
-        increment = self.rotation.increment(turn, coefficients.dt)
-        b_bsmhr, c_bsmhr, rotation = self.rotation.rotate(
-            b_bsmhr, c_bsmhr, increment, cache.rotation, impl, cu_seqlens
+        z, x_bshp, b_bsmgr, c_bsmgr, coefficients, turn = self._project(u_bsd)
+        b_bsmhr, c_bsmhr, rotation = self._keys(
+            b_bsmgr, c_bsmgr, turn, coefficients.dt, cache.rotation, impl, cu_seqlens
         )
         v_bsmhp = self._values(x_bshp)
         y_bsmhp, state = trapezoid_scan(
@@ -267,10 +274,11 @@ class Mamba3(Block[Mamba3Cache]):
             _own(x_last_bhp, cache.v_state_bhp.dtype),
             rotation,
         )
-        return self._finish(y_bsmhp, v_bsmhp, z), new
+        return self._finish(y_bsmhp, v_bsmhp, z, impl), new
 
     def _token(self, u_bd: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache]:
-        z, x_bhp, b_bmhr, c_bmhr, coefficients, turn = self._project(u_bd)
+        z, x_bhp, b_bmgr, c_bmgr, coefficients, turn = self._project(u_bd)
+        b_bmhr, c_bmhr = self._prepare(b_bmgr, c_bmgr)
         increment = self.rotation.increment(turn, coefficients.dt)
         b_bmhr, c_bmhr, rotation = self.rotation.rotate_token(
             b_bmhr, c_bmhr, increment, cache.rotation
@@ -290,7 +298,7 @@ class Mamba3(Block[Mamba3Cache]):
     def _project(
         self, u: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, TrapezoidCoefficients, Tensor]:
-        """Return z, x, B, C (normed and biased, not rotated), coefficients and the raw rotation."""
+        """Return z, x, raw B and C (..., m, g, r), coefficients and the raw rotation."""
         z, x, b, c, raw_dt, raw_a, raw_lam, turn = self.in_proj(u).split(self.split_sizes, dim=-1)
         coefficients = trapezoid_coefficients(
             raw_dt,
@@ -302,16 +310,51 @@ class Mamba3(Block[Mamba3Cache]):
             dt_limit=self.dt_limit,
         )
         heads = (self.nheads, self.headdim)
-        b_mhr = self._prepare(b, self.B_norm, self.B_bias)
-        c_mhr = self._prepare(c, self.C_norm, self.C_bias)
-        return z.unflatten(-1, heads), x.unflatten(-1, heads), b_mhr, c_mhr, coefficients, turn
+        keys = (self.mimo_rank, self.ngroups, self.d_state)
+        return (
+            z.unflatten(-1, heads),
+            x.unflatten(-1, heads),
+            b.unflatten(-1, keys),
+            c.unflatten(-1, keys),
+            coefficients,
+            turn,
+        )
 
-    def _prepare(self, flat: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
+    def _keys(
+        self,
+        b_bsmgr: Tensor,
+        c_bsmgr: Tensor,
+        turn: Tensor,
+        dt_bsh: Tensor,
+        state: RotationState,
+        impl: str,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, RotationState]:
+        """Norm, spread, bias and rotate B and C of a sequence, from a rotation to a rotation."""
+        norms = (self.B_norm, self.C_norm)
+        if all(is_plain(norm, RMSNorm) for norm in norms):
+            return self.rotation.keys(
+                (b_bsmgr, c_bsmgr),
+                (self.B_norm.weight, self.C_norm.weight),
+                (self.B_norm.eps, self.C_norm.eps),
+                (self.B_bias, self.C_bias),
+                *(turn, dt_bsh, state, impl, cu_seqlens),
+            )
+        b_bsmhr, c_bsmhr = self._prepare(b_bsmgr, c_bsmgr)
+        increment = self.rotation.increment(turn, dt_bsh)
+        return self.rotation.rotate(b_bsmhr, c_bsmhr, increment, state, impl, cu_seqlens)
+
+    def _prepare(self, b_mgr: Tensor, c_mgr: Tensor) -> tuple[Tensor, Tensor]:
         """Norm, spread groups over their heads, add the bias: (..., m, h, r)."""
-        rank, groups, size = self.mimo_rank, self.ngroups, self.d_state
-        x_mg1r = norm(flat.unflatten(-1, (rank, groups, size))).unsqueeze(-2)
-        bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (groups, -1))
-        return (x_mg1r + bias_mger).to(flat.dtype).flatten(-3, -2)
+        return (
+            self._spread(b_mgr, self.B_norm, self.B_bias),
+            self._spread(c_mgr, self.C_norm, self.C_bias),
+        )
+
+    def _spread(self, x_mgr: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
+        x_mg1r = norm(x_mgr).unsqueeze(-2)
+        bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (self.ngroups, -1))
+        return (x_mg1r + bias_mger).to(x_mgr.dtype).flatten(-3, -2)
 
     def _values(self, x_hp: Tensor) -> Tensor:
         """Spread the values over the ranks: (..., m, h, p)."""
@@ -331,23 +374,43 @@ class Mamba3(Block[Mamba3Cache]):
         has_tokens = (borders.diff() > 0)[:, None, None]
         return torch.where(has_tokens, last_qhp, before_bhp.to(last_qhp.dtype))
 
-    def _finish(self, y_mhp: Tensor, v_mhp: Tensor, z_hp: Tensor) -> Tensor:
-        """Skip, gate (or norm), merge the ranks, project."""
+    def _finish(
+        self, y_mhp: Tensor, v_mhp: Tensor, z_hp: Tensor, impl: str | None = None
+    ) -> Tensor:
+        """Skip, gate (or norm), merge the ranks, project; one token has no `impl`."""
+        fused = impl is not None and self.is_outproj_norm and is_plain(self.norm, RMSNormGated)
+        if self.is_outproj_norm and not fused:
+            return self.out_proj(self._tail_around_norm(y_mhp, v_mhp, z_hp))
+        tail: dict[str, Any] = {}
+        if self.is_mimo:
+            tail["spread_mhp"] = self.mimo_z.transpose(0, 1)
+            tail["merge_mhp"] = self.mimo_o.transpose(0, 1)
+        if self.is_outproj_norm:
+            tail |= {
+                "weight_i": self.norm.weight,
+                "eps": self.norm.eps,
+                "group_size": self.norm.group_size,
+                "norm_before_gate": self.norm.norm_before_gate,
+            }
+        dtype = z_hp.dtype
+        return self.out_proj(
+            gated_tail(
+                y_mhp.to(dtype), v_mhp.to(dtype), z_hp, self.D, impl=impl or "portable", **tail
+            )
+        )
+
+    def _tail_around_norm(self, y_mhp: Tensor, v_mhp: Tensor, z_hp: Tensor) -> Tensor:
+        """Do the same with the norm called as a module: for one token, or if it is not our own."""
         dtype = z_hp.dtype
         y_mhp = y_mhp + self.D.to(y_mhp.dtype).unsqueeze(-1) * v_mhp
         gate_mhp = z_hp.unsqueeze(-3)
         if self.is_mimo:
             gate_mhp = (gate_mhp * self.mimo_z.transpose(0, 1)).to(dtype)
-        if self.is_outproj_norm:
-            flat_y, flat_z = y_mhp.to(dtype).flatten(-2), gate_mhp.flatten(-2)
-            y_mhp = self.norm(flat_y, flat_z).unflatten(-1, (self.nheads, self.headdim))
-        else:
-            y_mhp = y_mhp * F.silu(gate_mhp)
-        if self.is_mimo:
-            y_hp = (y_mhp * self.mimo_o.transpose(0, 1)).sum(-3)
-        else:
-            y_hp = y_mhp.squeeze(-3)
-        return self.out_proj(y_hp.to(dtype).flatten(-2))
+        y_mi = self.norm(y_mhp.to(dtype).flatten(-2), gate_mhp.flatten(-2))
+        if not self.is_mimo:
+            return y_mi.squeeze(-2)
+        merge_mi = self.mimo_o.transpose(0, 1).flatten(-2)
+        return (y_mi * merge_mi).sum(-2).to(dtype)
 
 
 def _own(view: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,10 @@
 """The gated MLP of official language models."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
+from anymamba.ops import gated_product
 
 __all__ = ["GatedMLP"]
 
@@ -45,4 +45,4 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to the last axis."""
         value, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(value * F.silu(gate))
+        return self.fc2(gated_product(value, gate))

@@ -1,5 +1,6 @@
 """How a Mamba-3 block rotates its keys and queries: the choice of rotation and its state."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,9 +9,12 @@ from torch import Tensor
 from anymamba.errors import ConfigError
 from anymamba.nn.cache import RotationState
 from anymamba.ops import (
+    accumulate_dtype,
     angle_increment,
     cumulate_angles,
     cumulate_quaternions,
+    keys_by_angle,
+    keys_by_quaternion,
     quaternion_increment,
     quaternion_multiply,
     quaternion_normalize,
@@ -86,6 +90,47 @@ class Rotation:
         return quaternion_increment(
             raw.unflatten(-1, (self.heads, self.blocks, 3)), dt_h, self.range
         )
+
+    def keys(
+        self,
+        raw: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+        eps: tuple[float, float],
+        biases: tuple[Tensor, Tensor],
+        turn: Tensor,
+        dt_bsh: Tensor,
+        state: RotationState,
+        impl: str,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, RotationState]:
+        """Norm, bias and rotate keys and queries of a sequence in one operator."""
+        tensors, turns = (*raw, *weights, *biases), self.width > 0
+        compute = accumulate_dtype(raw[0].dtype)
+        if self.kind == "complex":
+            b_bsmhr, c_bsmhr, final = keys_by_angle(
+                *tensors,
+                torch.tanh(turn.to(compute)) * (self.range * math.pi),
+                dt_bsh,
+                state.angle().to(compute),
+                eps=eps,
+                pairing=self.pairing,
+                turns=turns,
+                impl=impl,
+                cu_seqlens=cu_seqlens,
+            )
+            return b_bsmhr, c_bsmhr, RotationState(angle_bha=final)
+        b_bsmhr, c_bsmhr, final = keys_by_quaternion(
+            *tensors,
+            turn.unflatten(-1, (self.heads, self.blocks, 3)),
+            dt_bsh,
+            state.quaternion().to(compute),
+            eps=eps,
+            rotation_range=self.range,
+            turns=turns,
+            impl=impl,
+            cu_seqlens=cu_seqlens,
+        )
+        return b_bsmhr, c_bsmhr, RotationState(quaternion_bhj4=final)
 
     def rotate(
         self,

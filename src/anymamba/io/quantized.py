@@ -1,0 +1,134 @@
+"""Quantised checkpoints: integers and scales beside the ordinary tensors, the scheme in the header.
+
+A quantised layer `NAME` is stored as `NAME.values` (int8, or two int4 in a uint8) and `NAME.scales`
+(bfloat16) instead of `NAME.weight`; `anymamba.nn.quantize` describes the blocks.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anymamba.errors import CheckpointError, ConfigError
+from anymamba.io.match import HEAD
+from anymamba.io.weights_file import WEIGHT_FILES, shards_of
+from anymamba.models import MambaLM, outline_quantized, quantized_modules
+from anymamba.nn import quantize
+
+__all__ = [
+    "SCHEME_KEY",
+    "check_scheme",
+    "expected_tensors",
+    "fill_quantized",
+    "quantized_outline",
+    "quantized_tensors",
+    "stored_scheme",
+]
+
+SCHEME_KEY = "anymamba_quantize"
+_SCHEMES = ("int8", "int4")
+
+
+def check_scheme(where: str, scheme: str | None) -> None:
+    """Raise `ConfigError` unless a scheme is known, or None."""
+    if scheme is not None and scheme not in _SCHEMES:
+        raise ConfigError(f"{where}: quantize must be one of {_SCHEMES}; got {scheme!r}.")
+
+
+def stored_scheme(where: str, directory: Path) -> str | None:
+    """Return the scheme that the header of a checkpoint's weights names, or None.
+
+    Raises:
+        CheckpointError: a scheme that this version does not know.
+    """
+    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if file is None or ".bin" in file.name:
+        return None
+    if file.suffix == ".json":
+        shards = shards_of(where, file)
+        if not shards:
+            return None
+        file = directory / shards[0]
+    scheme = _metadata(where, file).get(SCHEME_KEY)
+    if scheme is not None and scheme not in _SCHEMES:
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must be quantised as one of {', '.join(_SCHEMES)}; its header "
+            f"says {scheme!r}. Perhaps a newer version of anymamba wrote it."
+        )
+    return scheme
+
+
+def _metadata(where: str, file: Path) -> Mapping[str, str]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return {}  # whoever reads the tensors says what is missing
+    try:
+        with safe_open(os.fspath(file), framework="pt", device="cpu") as reader:
+            return reader.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{where}: {str(file)!r} must be a whole weights file; {error}. Use a copy of the "
+            "original."
+        ) from error
+
+
+def quantized_outline(
+    where: str, model: MambaLM, stored: str | None, wanted: str | None
+) -> MambaLM:
+    """Give an outline the modules of the scheme that is stored or wanted; none changes nothing.
+
+    Raises:
+        ConfigError: another scheme is wanted than is stored.
+    """
+    if stored is not None and wanted not in (None, stored):
+        raise ConfigError(
+            f"{where}: quantize={wanted!r} needs floating-point weights; these are {stored} "
+            "already. Leave it out, or use the original."
+        )
+    scheme = stored or wanted
+    return model if scheme is None else outline_quantized(model, scheme)
+
+
+def expected_tensors(model: MambaLM, stored: str | None) -> dict[str, Tensor]:
+    """Return what must be in a file of `stored` scheme, by name, for a model of any scheme."""
+    state = dict(model.state_dict())
+    for name, module in quantized_modules(model):
+        if stored is None:
+            del state[f"{name}.values"], state[f"{name}.scales"]
+            shape = (module.rows, module.columns)
+            state[f"{name}.weight"] = torch.empty(shape, device="meta", dtype=module.dtype)
+        elif model.config.tie_embeddings and name == "lm_head":
+            del state[f"{name}.values"], state[f"{name}.scales"]
+    return state
+
+
+def fill_quantized(model: MambaLM, stored: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give the quantised layers of an outline their values, quantising what is not yet."""
+    for name, module in quantized_modules(model):
+        if model.config.tie_embeddings and name == "lm_head":
+            continue
+        if f"{name}.values" in stored:
+            values, scales = stored[f"{name}.values"], stored[f"{name}.scales"]
+        else:
+            values, scales = quantize(stored[f"{name}.weight"], module.scheme)
+        module.values = values.to(device, copy=True).contiguous()
+        module.scales = scales.to(device, copy=True).contiguous()
+    model.tie_weights()
+
+
+def quantized_tensors(stored: Mapping[str, Tensor], model: MambaLM) -> dict[str, Tensor]:
+    """Return floating-point tensors with those of the model's quantised layers quantised."""
+    schemes = {f"{name}.weight": module.scheme for name, module in quantized_modules(model)}
+    out: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name == HEAD and model.config.tie_embeddings:
+            continue
+        if name not in schemes:
+            out[name] = tensor
+            continue
+        layer = name.removesuffix(".weight")
+        out[f"{layer}.values"], out[f"{layer}.scales"] = quantize(tensor, schemes[name])
+    return out

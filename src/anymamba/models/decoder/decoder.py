@@ -1,0 +1,164 @@
+"""The decoder of a model: compiled at the first token, compiled again when the model changes."""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba import settings
+from anymamba.errors import BackendError
+from anymamba.models.decoder.layers import layer_of
+from anymamba.models.decoder.states import Binding, tensors_of
+from anymamba.models.decoder.weights import NotServed, Weights
+from anymamba.nn import ModelCache, QuantizedEmbedding
+from anymamba.ops import decode
+
+__all__ = ["native_refusal", "native_step_"]
+
+_log = logging.getLogger("anymamba.models")
+_log.addHandler(logging.NullHandler())
+_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+# Beside the models: a copy of a model, or a pickled one, must not carry addresses.
+_decoders: "weakref.WeakKeyDictionary[nn.Module, _Decoder]" = weakref.WeakKeyDictionary()
+
+
+class _Decoder:
+    """A program, the weights it was compiled from, and the cache it last ran on."""
+
+    def __init__(self, lm: Any) -> None:
+        """Compile the model."""
+        weights, backbone = Weights(), lm.backbone
+        _check_stack(backbone)
+        embedding = weights.module(backbone, "embedding", nn.Embedding, QuantizedEmbedding)
+        if getattr(embedding, "max_norm", None) is not None:
+            raise NotServed("the embedding renormalises its rows (max_norm)")
+        table = weights.table(embedding)
+        head = weights.matrix(lm, "lm_head")
+        found = [layer_of(weights, backbone.layers, place) for place in range(len(backbone.layers))]
+        self.weights, self.vocabulary, self.head_rows = weights, table.rows, head.rows
+        self.mixers = [mixer for _, mixer in found]
+        self.program = decode.program_of(
+            [layer for layer, _ in found],
+            table.columns,
+            table,
+            weights.norm(backbone, "norm_f"),
+            head,
+        )
+        self.dtype = lm.lm_head.dtype if hasattr(lm.lm_head, "dtype") else lm.lm_head.weight.dtype
+        self._binding: Binding | None = None
+
+    def bound(self, cache: ModelCache, tensors: list[Tensor]) -> Binding:
+        """Return the call on this cache's memory."""
+        binding = self._binding
+        if binding is None or not binding.fits(tensors):
+            binding = self._binding = Binding(self.program, self.mixers, cache)
+        return binding
+
+
+def _check_stack(backbone: Any) -> None:
+    config = backbone.stack_config
+    if backbone.has_registers:
+        raise NotServed("the stack inserts registers")
+    if config.residual.multi_gate is not None or config.residual.skip_first:
+        raise NotServed("the residual is gated or replaced")
+    if config.residual.skip_last:
+        raise NotServed("the residual is gated or replaced")
+    if backbone.schedule != tuple(range(len(backbone.layers))):
+        raise NotServed("virtual layers share weights")
+
+
+def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None) -> str | None:
+    """Say why the decoder cannot run this token; None when it can. Nothing is changed.
+
+    Args:
+        lm: a `MambaLM`.
+        ids_b: one id per row.
+        cache: of this model; not looked at when omitted.
+    """
+    try:
+        if cache is None:
+            _decoder_of(lm, ids_b)
+        else:
+            _prepare(lm, ids_b, cache)
+    except NotServed as reason:
+        return str(reason)
+    return None
+
+
+def native_step_(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> Tensor | None:
+    """Run one token in the cache's own memory.
+
+    Everything is checked before the kernel starts, and the kernel runs to its end: the state is
+    that before the token or that after it.
+
+    Args:
+        lm: a `MambaLM`.
+        ids_b: one id per row.
+        cache: of this model; advanced in place.
+        impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
+            raises it.
+
+    Returns:
+        The logits (batch, padded vocabulary), or None.
+
+    Raises:
+        BackendError: with impl="native", the reason.
+    """
+    try:
+        decoder, binding, tensors = _prepare(lm, ids_b, cache)
+    except NotServed as reason:
+        if impl == "native":
+            raise BackendError(
+                f"MambaLM: impl='native' cannot serve this token: {reason}. "
+                "Use impl='auto' or impl='portable'."
+            ) from None
+        _tell(lm, f"modules ({reason})")
+        return None
+    _tell(lm, "native decoder")
+    logits_bw = torch.empty(binding.rows, decoder.head_rows, dtype=torch.float32, device="cpu")
+    binding.call.run(ids_b.to(torch.int64).contiguous(), logits_bw)
+    torch.autograd.graph.increment_version(tensors)
+    return logits_bw if decoder.dtype == torch.float32 else logits_bw.to(decoder.dtype)
+
+
+def _prepare(
+    lm: nn.Module, ids_b: Tensor, cache: ModelCache
+) -> tuple[_Decoder, Binding, list[Tensor]]:
+    decoder = _decoder_of(lm, ids_b)
+    if ids_b.shape[0] != cache.position_b.shape[0] or len(cache.layers) != len(decoder.mixers):
+        raise NotServed("ids and cache must have the same rows, and the cache the model's layers")
+    ids = ids_b.tolist()
+    if min(ids) < 0 or max(ids) >= decoder.vocabulary:
+        raise NotServed(f"ids must lie in 0..{decoder.vocabulary - 1}")
+    tensors = tensors_of(cache)
+    return decoder, decoder.bound(cache, tensors), tensors
+
+
+def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
+    _check_call(ids_b)
+    decoder = _decoders.get(lm)
+    if decoder is None or not decoder.weights.are_current():
+        _decoders.pop(lm, None)
+        decoder = _decoders[lm] = _Decoder(lm)
+    return decoder
+
+
+def _check_call(ids_b: Tensor) -> None:
+    if (why_not := decode.kernel_refusal()) is not None:
+        raise NotServed(why_not)
+    if type(ids_b) is not Tensor or ids_b.device.type != "cpu":
+        raise NotServed("ids must be a plain tensor on the CPU")
+    if torch.is_autocast_enabled("cpu"):
+        raise NotServed("autocast is on")
+    switches = settings.current()
+    if switches.deny_nan or switches.deny_inf:
+        raise NotServed("guards against NaN and infinity look inside the blocks")
+
+
+def _tell(lm: nn.Module, choice: str) -> None:
+    told = _told.setdefault(lm, set())
+    if choice not in told:
+        told.add(choice)
+        _log.info("MambaLM.step_: %s", choice)

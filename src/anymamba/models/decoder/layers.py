@@ -1,0 +1,112 @@
+"""Each block as a layer of the decoder's program."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.models.decoder.weights import NotServed, Weights
+from anymamba.nn import GatedMLP, Layer, Mamba, Mamba2, Mamba3, RMSNorm, RMSNormGated
+from anymamba.ops import decode, div_eps
+
+__all__ = ["layer_of"]
+
+
+def layer_of(weights: Weights, layers: nn.ModuleList, place: int) -> tuple[decode.Layer, nn.Module]:
+    """Return one layer of the program, and its mixer."""
+    layer = weights.module(layers, str(place), Layer)
+    families = (Mamba, Mamba2, Mamba3)
+    if type(layer.mixer) not in families:
+        raise NotServed(f"layer {place} is a {type(layer.mixer).__name__}, not one of Mamba's")
+    mixer = weights.module(layer, "mixer", *families)
+    out = decode.Layer(rates_eps=-1.0, dt_high=math.inf)
+    out.norm = weights.norm(layer, "norm")
+    out.in_proj = weights.matrix(mixer, "in_proj")
+    out.out_proj = weights.matrix(mixer, "out_proj")
+    {Mamba: _mamba1, Mamba2: _mamba2, Mamba3: _mamba3}[type(mixer)](weights, mixer, out)
+    if layer.has_mlp:
+        out.norm2 = weights.norm(layer, "norm2")
+        mlp = weights.module(layer, "mlp", GatedMLP)
+        out.fc1, out.fc2 = weights.matrix(mlp, "fc1"), weights.matrix(mlp, "fc2")
+    return out, mixer
+
+
+def _convolution(weights: Weights, mixer: Any, out: decode.Layer) -> None:
+    conv = weights.module(mixer, "conv1d", nn.Conv1d)
+    out.conv_weight = weights.vector(conv, "weight")
+    out.conv_bias = weights.vector(conv, "bias")
+    out.conv_width = mixer.d_conv
+
+
+def _gate_norm(weights: Weights, mixer: Any, out: decode.Layer, size: int) -> None:
+    norm = weights.module(mixer, "norm", RMSNormGated)
+    out.gate_norm = decode.Norm(
+        weight=weights.vector(norm, "weight"), eps=norm.eps, kind=decode.NormKind.RMS
+    )
+    out.gate_group = norm.group_size or size
+    out.norm_before_gate = norm.norm_before_gate
+
+
+def _mamba1(weights: Weights, mixer: Mamba, out: decode.Layer) -> None:
+    out.family, out.inner, out.state = 1, mixer.d_inner, mixer.d_state
+    _convolution(weights, mixer, out)
+    out.x_proj = weights.matrix(mixer, "x_proj")
+    step = weights.module(mixer, "dt_proj", nn.Linear)
+    out.dt_rank = mixer.dt_rank
+    out.dt_weight = weights.vector(step, "weight", _grouped)
+    out.dt_bias = weights.vector(step, "bias")
+    # exp(dt A) is a power of two of this.
+    out.a = weights.vector(mixer, "A_log", lambda a_log: -a_log.exp() / math.log(2))
+    out.skip = weights.vector(mixer, "D")
+    if mixer.bcdt_rms_eps is not None:
+        out.rates_eps = mixer.bcdt_rms_eps
+
+
+def _grouped(weight: Tensor) -> Tensor:
+    """Return (channels, rank) as (groups, rank, channels of a group), zeros in the last group."""
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % decode.GROUP))
+    return padded.unflatten(0, (-1, decode.GROUP)).transpose(1, 2)
+
+
+def _mamba2(weights: Weights, mixer: Mamba2, out: decode.Layer) -> None:
+    out.family, out.inner, out.state = 2, mixer.d_inner, mixer.d_state
+    out.heads, out.headdim, out.groups = mixer.nheads, mixer.headdim, mixer.ngroups
+    out.mlp, out.has_skip_per_channel = mixer.d_mlp, mixer.D_has_hdim
+    out.dt_low, out.dt_high = mixer.dt_limit
+    _convolution(weights, mixer, out)
+    out.a = weights.vector(mixer, "A_log", lambda a_log: -a_log.exp())
+    out.skip = weights.vector(mixer, "D")
+    out.dt_bias = weights.vector(mixer, "dt_bias")
+    if mixer.rmsnorm:
+        _gate_norm(weights, mixer, out, mixer.d_ssm)
+
+
+def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer) -> None:
+    out.family, out.inner, out.state = 3, mixer.d_inner, mixer.d_state
+    out.heads, out.headdim, out.groups = mixer.nheads, mixer.headdim, mixer.ngroups
+    out.rank, out.a_floor = mixer.mimo_rank, mixer.A_floor
+    out.is_heavy_tail = mixer.a_activation == "heavy_tail"
+    if mixer.dt_limit is not None:
+        out.dt_low, out.dt_high = mixer.dt_limit
+    out.skip = weights.vector(mixer, "D")
+    out.dt_bias = weights.vector(mixer, "dt_bias")
+    for name in ("B", "C"):
+        norm = weights.module(mixer, f"{name}_norm", RMSNorm)
+        setattr(out, f"{name.lower()}_norm", weights.vector(norm, "weight"))
+        setattr(out, f"{name.lower()}_eps", norm.eps)
+        setattr(out, f"{name.lower()}_bias", weights.vector(mixer, f"{name}_bias"))
+    if mixer.is_mimo:
+        for name in ("mimo_x", "mimo_z", "mimo_o"):
+            setattr(out, name, weights.vector(mixer, name))
+    if mixer.is_outproj_norm:
+        _gate_norm(weights, mixer, out, mixer.headdim)
+    turn = mixer.rotation
+    is_complex = turn.kind == "complex"
+    kind = "QUATERNION" if not is_complex else turn.pairing.upper()
+    out.rotation = decode.RotationKind[kind]
+    out.turns = turn.angles if is_complex else turn.blocks
+    out.is_turned = turn.width > 0
+    out.turn_scale = turn.range * math.pi
+    out.turn_floor = div_eps(torch.float32)

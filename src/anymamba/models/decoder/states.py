@@ -1,0 +1,103 @@
+"""The states of a cache as the decoder writes them: checked once, then recognised."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.models.decoder.weights import NotServed
+from anymamba.nn import Mamba, Mamba2, ModelCache
+from anymamba.ops import decode
+
+__all__ = ["Binding", "tensors_of"]
+
+_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensors_of(cache: ModelCache) -> list[Tensor]:
+    """Return every tensor of a cache of Mamba layers, the positions last."""
+    found: list[Tensor] = []
+    for layer in cache.layers:
+        for value in layer:
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif value is not None:  # the rotation: angles or quaternions
+                found += [part for part in value if part is not None]
+    found.append(cache.position_b)
+    return found
+
+
+class Binding:
+    """A cache that was checked, and the call that runs on its memory."""
+
+    def __init__(
+        self, program: decode.Program, mixers: Sequence[nn.Module], cache: ModelCache
+    ) -> None:
+        """Check every state."""
+        rows = cache.position_b.shape[0]
+        if rows > decode.MOST_ROWS:
+            raise NotServed(
+                f"at most {decode.MOST_ROWS} rows decode together, and there are {rows}"
+            )
+        _check(cache.position_b, (), (torch.int64,), rows)
+        states = []
+        for mixer, layer in zip(mixers, cache.layers, strict=True):
+            states.append(_layer_states(mixer, layer, rows))
+        tensors = tensors_of(cache)
+        self.rows = rows
+        self.call = decode.DecodeCall(program, rows, states, cache.position_b)
+        # Weakly: a finished cache must not live on in the model.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether these are the very tensors that were checked, where they were."""
+        return (
+            len(tensors) == len(self._tensors)
+            and all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
+            and [tensor.data_ptr() for tensor in tensors] == self._pointers
+        )
+
+
+def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
+    if not isinstance(layer, mixer.cache_types):
+        raise NotServed(f"a {type(mixer).__name__} has no state of the type {type(layer).__name__}")
+    wide = (torch.float32,)
+    if isinstance(mixer, Mamba):
+        _check(layer.conv_bik, (mixer.d_inner, mixer.d_conv), _ACTIVATIONS, rows)
+        _check(layer.ssm_bir, (mixer.d_inner, mixer.d_state), wide, rows)
+        return [layer.conv_bik, layer.ssm_bir]
+    shape = (mixer.nheads, mixer.headdim, mixer.d_state)
+    _check(layer.ssm_bhpr, shape, wide, rows)
+    if isinstance(mixer, Mamba2):
+        _check(layer.conv_bvk, (mixer.conv_dim, mixer.d_conv), _ACTIVATIONS, rows)
+        return [layer.conv_bvk, layer.ssm_bhpr]
+    _check(layer.k_state_bmhr, (mixer.mimo_rank, mixer.nheads, mixer.d_state), _ACTIVATIONS, rows)
+    _check(layer.v_state_bhp, (mixer.nheads, mixer.headdim), _ACTIVATIONS, rows)
+    turn = mixer.rotation
+    is_complex = turn.kind == "complex"
+    rotation = layer.rotation.angle_bha if is_complex else layer.rotation.quaternion_bhj4
+    if rotation is None:
+        raise NotServed(f"the state must hold {turn.kind} rotations")
+    shape = (mixer.nheads, turn.angles) if is_complex else (mixer.nheads, turn.blocks, 4)
+    _check(rotation, shape, wide, rows)
+    return [layer.ssm_bhpr, layer.k_state_bmhr, layer.v_state_bhp, rotation]
+
+
+def _check(
+    tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int
+) -> None:
+    """Refuse what the kernel cannot write to: another shape or dtype, or shared memory."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
+        raise NotServed("states must be plain tensors on the CPU that need no gradient")
+    if tuple(tensor.shape) != (rows, *shape) or tensor.dtype not in dtypes:
+        raise NotServed(
+            f"a state must have shape {(rows, *shape)} in {dtypes[0]}, and one has "
+            f"{tuple(tensor.shape)} in {tensor.dtype}"
+        )
+    is_apart = rows == 1 or tensor.stride(0) >= math.prod(shape)
+    if not tensor[0].is_contiguous() or not is_apart:
+        raise NotServed("each row of a state must lie in one piece of memory")

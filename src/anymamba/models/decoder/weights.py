@@ -1,0 +1,177 @@
+"""Where the weights of a model lie, and how a later call knows that they still lie there.
+
+What is read in place needs no notice of new values. What the kernel reads in another form (A, the
+weight of Mamba-1's step sizes, small parameters of half types) is copied, and a copy is tied to the
+version of its parameter. Writes through `.data`, which torch does not count, pass by a copy unseen.
+"""
+
+import operator
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.nn import QuantizedLinear, RMSNorm, is_plain
+from anymamba.ops import decode
+
+__all__ = ["NotServed", "Weights"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_version = operator.attrgetter("_version")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class NotServed(Exception):
+    """The decoder cannot serve this model or this call; the message is the reason."""
+
+
+class Weights:
+    """Everything that a program was compiled from."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        # The three lists belong together: this dictionary must have this value under this name.
+        self._homes: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._parts: list[Any] = []
+        self._hooks: list[Any] = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+        self._attributes: list[dict[str, Any]] = []
+        self._read: list[Tensor] = []
+        self._pointers: list[int] = []
+        self._copied: list[Tensor] = []
+        self._versions: list[int] = []
+        self._copies: list[Tensor] = []
+        self.nbytes = 0
+
+    def are_current(self) -> bool:
+        """Say whether nothing has been replaced, moved, hooked, or written to behind a copy.
+
+        Asked at every token, of some five hundred things: the loops are those of builtins.
+        """
+        return (
+            all(map(operator.is_, map(dict.get, self._homes, self._names), self._parts))
+            and not any(self._hooks)
+            and not any(map(dict.__contains__, self._attributes, repeat("forward")))
+            and list(map(Tensor.data_ptr, self._read)) == self._pointers
+            and list(map(_version, self._copied)) == self._versions
+        )
+
+    def module(self, parent: nn.Module, name: str, *kinds: type[nn.Module]) -> Any:
+        """Return a submodule that may be replaced by a function of its parameters."""
+        found = parent._modules.get(name)
+        if found is None or not any(is_plain(found, kind) for kind in kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise NotServed(
+                f"{name} of {type(parent).__name__} must be a {wanted} without hooks, "
+                f"and is {_described(found)}"
+            )
+        self._watch(parent._modules, name, found)
+        self._hooks += [getattr(found, hooks) for hooks in _HOOKS]
+        self._attributes.append(vars(found))
+        return found
+
+    def matrix(self, parent: nn.Module, name: str) -> decode.Matrix:
+        """Return a projection in its stored format."""
+        linear = self.module(parent, name, nn.Linear, QuantizedLinear)
+        matrix = self.table(linear)
+        matrix.bias = self.vector(linear, "bias")
+        return matrix
+
+    def table(self, module: Any) -> decode.Matrix:
+        """Return the weight of a linear layer or of an embedding, read in place."""
+        scheme = getattr(module, "scheme", None)
+        if scheme is not None:
+            values, scales = self._found(module, "values"), self._found(module, "scales")
+            return decode.Matrix(
+                data=self._in_place(values, values.dtype),
+                scales=self._in_place(scales, torch.bfloat16),
+                format=decode.FORMATS[scheme],
+                rows=module.rows,
+                columns=module.columns,
+            )
+        weight = self._found(module, "weight")
+        if weight.dtype not in _FLOATS:
+            raise NotServed(
+                f"weights must be float32, bfloat16 or float16, and one is {weight.dtype}"
+            )
+        return decode.Matrix(
+            data=self._in_place(weight, weight.dtype),
+            format=decode.FORMATS[str(weight.dtype).removeprefix("torch.")],
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+        )
+
+    def norm(self, parent: nn.Module, name: str) -> decode.Norm:
+        """Return an RMS norm or a layer norm."""
+        module = self.module(parent, name, RMSNorm, nn.LayerNorm)
+        is_rms = type(module) is RMSNorm
+        return decode.Norm(
+            weight=self.vector(module, "weight"),
+            bias=None if is_rms else self.vector(module, "bias"),
+            eps=module.eps,
+            kind=decode.NormKind.RMS if is_rms else decode.NormKind.LAYER,
+        )
+
+    def vector(
+        self, module: nn.Module, name: str, form: Callable[[Tensor], Tensor] | None = None
+    ) -> int | None:
+        """Return where a small parameter lies as float32; None where there is none.
+
+        In place if it is float32 and read as it is, else a copy.
+
+        Args:
+            module: has the parameter.
+            name: of the parameter.
+            form: what the kernel reads instead of the parameter itself.
+        """
+        if module._parameters.get(name) is None:
+            self._watch(module._parameters, name, None)
+            return None
+        parameter = self._found(module, name)
+        if form is None and parameter.dtype == torch.float32 and parameter.is_contiguous():
+            return self._in_place(parameter, torch.float32)
+        if parameter.is_inference():
+            raise NotServed(f"{name} was made in inference mode, where no change is noticed")
+        if parameter.dtype not in _FLOATS:
+            raise NotServed(
+                f"{name} must be float32, bfloat16 or float16, and is {parameter.dtype}"
+            )
+        self._copied.append(parameter)
+        self._versions.append(parameter._version)
+        self._read.append(parameter)
+        self._pointers.append(parameter.data_ptr())
+        self.nbytes += parameter.nbytes
+        wide = parameter.detach().float()
+        copy = (wide if form is None else form(wide)).contiguous().clone()
+        self._copies.append(copy)
+        return copy.data_ptr()
+
+    def _found(self, module: nn.Module, name: str) -> Tensor:
+        home = module._parameters if name in module._parameters else module._buffers
+        tensor = home.get(name)
+        if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
+            raise NotServed(f"{name} of {type(module).__name__} must be a plain tensor")
+        if tensor.device.type != "cpu":
+            raise NotServed(f"the decoder runs on the CPU, and the model is on {tensor.device}")
+        self._watch(home, name, tensor)
+        return tensor
+
+    def _in_place(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        if not tensor.is_contiguous() or tensor.dtype != dtype:
+            raise NotServed("matrices must lie row after row, and one does not")
+        if tensor.data_ptr() not in self._pointers:
+            self.nbytes += tensor.nbytes
+        self._read.append(tensor)
+        self._pointers.append(tensor.data_ptr())
+        return tensor.data_ptr()
+
+    def _watch(self, home: dict[str, Any], name: str, part: Any) -> None:
+        self._homes.append(home)
+        self._names.append(name)
+        self._parts.append(part)
+
+
+def _described(module: nn.Module | None) -> str:
+    return "missing" if module is None else f"a {type(module).__name__}, swapped or hooked"

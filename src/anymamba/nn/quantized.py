@@ -1,0 +1,248 @@
+"""Linear layers and embeddings whose weights are 8-bit or 4-bit integers in blocks of 32.
+
+    weight[row, column] = integer * scale[row, column // 32]
+
+Scales are bfloat16, and integers have no offset. The dequantised weight is readable as a plain
+tensor (`.weight`), and `forward` is the ordinary operator on it: that is what any other
+implementation is compared with.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.errors import ConfigError, ShapeError
+
+__all__ = ["BLOCK", "SCHEMES", "QuantizedEmbedding", "QuantizedLinear", "dequantize", "quantize"]
+
+BLOCK = 32
+SCHEMES = ("int8", "int4")
+_LARGEST = {"int8": 127, "int4": 8}
+# Shrinking the range of a block a little costs its largest entry and serves the others.
+_SHRINKS = {"int8": (1.0,), "int4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)}
+
+
+def check_scheme(where: str, scheme: str) -> None:
+    """Raise `ConfigError` unless the scheme is known."""
+    if scheme not in SCHEMES:
+        raise ConfigError(f"{where}: quantize must be one of {', '.join(SCHEMES)}; got {scheme!r}.")
+
+
+def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """Return the integers and the scales of a matrix; rows are padded with zeros to whole blocks.
+
+    Each scale is the one, out of a few, with the least squared error in its block. A column block
+    of int4 has 16 bytes: low nibbles are columns 0 to 15, high ones 16 to 31, each a signed number.
+
+    Args:
+        weight: (rows, columns); finite.
+        scheme: "int8" or "int4".
+
+    Returns:
+        Integers (rows, blocks, 32) as int8 or (rows, blocks, 16) as uint8, and scales
+        (rows, blocks) as bfloat16.
+
+    Example:
+        >>> values, scales = quantize(torch.tensor([[1.0, -127.0]]), "int8")
+        >>> values[0, 0, :3].tolist(), scales.tolist()
+        ([1, -127, 0], [[1.0]])
+    """
+    where = "quantize"
+    check_scheme(where, scheme)
+    if weight.dim() != 2:
+        raise ShapeError(f"{where}: a matrix must have two axes; got {tuple(weight.shape)}.")
+    blocks = F.pad(weight.detach().float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    best_scale = best_error = None
+    for shrink in _SHRINKS[scheme]:
+        scale = _scale(blocks, scheme, shrink)
+        error = (_rounded(blocks, scale, scheme) * scale - blocks).square().sum(-1, keepdim=True)
+        if best_scale is None or best_error is None:
+            best_scale, best_error = scale, error
+        else:
+            is_better = error < best_error
+            best_scale = torch.where(is_better, scale, best_scale)
+            best_error = torch.where(is_better, error, best_error)
+    assert best_scale is not None
+    values = _rounded(blocks, best_scale, scheme)
+    scales = best_scale.squeeze(-1).to(torch.bfloat16)
+    if scheme == "int8":
+        return values.to(torch.int8), scales
+    low, high = (values.to(torch.int8).view(torch.uint8) & 15).split(BLOCK // 2, -1)
+    return low | high << 4, scales
+
+
+def _scale(blocks: Tensor, scheme: str, shrink: float) -> Tensor:
+    """Return the scale of each block, rounded as it is stored; 1 for a block of zeros."""
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if scheme == "int4":
+        # Integers reach from -8 to 7: the entry of largest size is given the longer side.
+        place = blocks.abs().argmax(-1, keepdim=True)
+        largest = -blocks.gather(-1, place)
+    scale = (largest * (shrink / _LARGEST[scheme])).to(torch.bfloat16).float()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _rounded(blocks: Tensor, scale: Tensor, scheme: str) -> Tensor:
+    low, high = (-127, 127) if scheme == "int8" else (-8, 7)
+    return (blocks / scale).round().clamp(low, high)
+
+
+def dequantize(
+    values: Tensor, scales: Tensor, scheme: str, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the matrix that integers and scales stand for; the inverse of `quantize`.
+
+    Args:
+        values: integers; (rows, blocks, 32) or (rows, blocks, 16).
+        scales: (rows, blocks).
+        scheme: "int8" or "int4".
+        columns: of the matrix, without padding.
+        dtype: of the result.
+    """
+    if scheme == "int4":
+        values = (torch.cat([values & 15, values >> 4], -1) ^ 8).to(torch.int8) - 8
+    wide = values.to(torch.float32) * scales.float().unsqueeze(-1)
+    return wide.flatten(-2)[..., :columns].to(dtype)
+
+
+class _Quantized(nn.Module):
+    """Integers, scales, and the matrix they stand for."""
+
+    values: Tensor
+    scales: Tensor
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        scheme: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        check_scheme(type(self).__name__, scheme)
+        self.scheme, self.rows, self.columns = scheme, rows, columns
+        self.dtype = dtype or torch.get_default_dtype()
+        shape = (rows, -(-columns // BLOCK))
+        kind = torch.int8 if scheme == "int8" else torch.uint8
+        width = BLOCK if scheme == "int8" else BLOCK // 2
+        self.register_buffer("values", torch.zeros(*shape, width, dtype=kind, device=device))
+        self.register_buffer("scales", torch.ones(shape, dtype=torch.bfloat16, device=device))
+
+    def _apply(self, fn, recurse=True):  # pyright: ignore
+        # Scales keep their dtype: a cast of the module casts what it computes with.
+        kept = self.scales
+        probe = fn(torch.zeros(0, dtype=self.dtype, device=kept.device))
+        super()._apply(fn, recurse)
+        if self.scales.dtype != torch.bfloat16:
+            self.scales = kept.to(self.scales.device)
+        if probe.is_floating_point():
+            self.dtype = probe.dtype
+        return self
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as a plain tensor."""
+        return dequantize(self.values, self.scales, self.scheme, self.columns, self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weight; made afresh, so writing into it changes nothing."""
+        return self.dequantize()
+
+    def extra_repr(self) -> str:
+        """Name the sizes and the scheme."""
+        return f"{self.columns}, {self.rows}, scheme={self.scheme!r}, dtype={self.dtype}"
+
+
+class QuantizedLinear(_Quantized):
+    """A linear layer with integer weights; inference only.
+
+    Args:
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        scheme: "int8" or "int4".
+        bias: whether there is a bias; it stays floating point.
+        device: of the buffers.
+        dtype: of the dequantised weight and the bias.
+
+    Example:
+        >>> layer = QuantizedLinear.of(nn.Linear(64, 8), "int8")
+        >>> layer(torch.zeros(2, 64)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: str = "int8",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create zeros."""
+        super().__init__(out_features, in_features, scheme, device, dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+
+    @classmethod
+    def of(cls, linear: nn.Linear, scheme: str) -> "QuantizedLinear":
+        """Quantise a linear layer."""
+        weight = linear.weight
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            scheme,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer.values, layer.scales = quantize(weight, scheme)
+        layer.bias = linear.bias
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the dequantised weight to the last axis."""
+        return F.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+
+class QuantizedEmbedding(_Quantized):
+    """An embedding with integer weights; inference only.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of the table.
+        scheme: "int8" or "int4".
+        device: of the buffers.
+        dtype: of the rows that come out.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        scheme: str = "int8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create zeros."""
+        super().__init__(num_embeddings, embedding_dim, scheme, device, dtype)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @classmethod
+    def of(cls, embedding: nn.Embedding, scheme: str) -> "QuantizedEmbedding":
+        """Quantise an embedding."""
+        weight = embedding.weight
+        rows, columns = weight.shape
+        table = cls(rows, columns, scheme, device=weight.device, dtype=weight.dtype)
+        table.values, table.scales = quantize(weight, scheme)
+        return table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the dequantised rows of the ids."""
+        flat = ids.flatten()
+        rows = dequantize(
+            self.values[flat], self.scales[flat], self.scheme, self.columns, self.dtype
+        )
+        return rows.unflatten(0, ids.shape)

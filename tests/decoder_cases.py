@@ -1,0 +1,67 @@
+"""The models that the tests of the decoder visit: every option that it reads, all tiny and odd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymamba.models import MambaConfig, MambaLM
+from anymamba.nn import ModelCache
+
+VOCABULARY = 37
+MAMBA2 = {"layer": "Mamba2", "d_state": 20, "headdim": 6}
+MAMBA3 = {"layer": "Mamba3", "d_state": 20, "headdim": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba1": {"ssm_cfg": {"d_state": 5}},
+    "mamba1 normed": {"ssm_cfg": {"bcdt_rms_eps": 1e-6, "d_conv": 3, "bias": True, "dt_rank": 3}},
+    "layer norm untied": {"rms_norm": False, "tie_embeddings": False},
+    "mamba2": {"ssm_cfg": MAMBA2 | {"ngroups": 2}},
+    "mamba2 around": {
+        "ssm_cfg": MAMBA2 | {"d_ssm": 12, "D_has_hdim": True, "norm_before_gate": True},
+        "d_intermediate": 40,
+    },
+    "mamba2 bare": {
+        "ssm_cfg": MAMBA2 | {"rmsnorm": False, "bias": True, "conv_bias": False,
+                             "dt_limit": (0.01, 0.2), "d_conv": 2},
+    },
+    "mamba3": {"ssm_cfg": MAMBA3 | {"ngroups": 2}, "d_intermediate": 40},
+    "mamba3 whole softplus": {
+        "ssm_cfg": MAMBA3 | {"rope_fraction": 1.0, "a_activation": "softplus", "bias": True,
+                             "is_outproj_norm": True, "dt_limit": (0.01, 0.2)},
+    },
+    "mamba3 unrotated": {"ssm_cfg": MAMBA3 | {"rope_fraction": 0.0, "pathway": "double"}},
+    "mamba3 rank 2": {"ssm_cfg": MAMBA3 | {"is_mimo": True, "mimo_rank": 2}},
+    "mamba3 rank 3": {"ssm_cfg": MAMBA3 | {"is_mimo": True, "mimo_rank": 3, "ngroups": 2}},
+    "mamba3 rank 4 normed": {
+        "ssm_cfg": MAMBA3 | {"is_mimo": True, "mimo_rank": 4, "is_outproj_norm": True},
+    },
+    "mamba3 quaternion": {
+        "ssm_cfg": MAMBA3 | {"rotation": "quaternion", "rope_fraction": 1.0, "rotation_range": 2.0,
+                             "learnable_init_state": True},
+    },
+    "mamba3 quaternion still": {
+        "ssm_cfg": MAMBA3 | {"rotation": "quaternion", "rope_fraction": 0.0},
+    },
+}  # fmt: skip
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> MambaLM:
+    """Return a model whose parameters differ from their neat initial values."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 12, "n_layer": 2, "vocab_size": VOCABULARY}
+    lm = MambaLM(MambaConfig(**(sizes | MODELS[name] | options)), dtype=dtype)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return lm.requires_grad_(False)
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    """Return token ids."""
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def used_cache(lm: MambaLM, rows: int) -> ModelCache:
+    """Return a state with a past, computed by the portable code."""
+    with torch.no_grad():
+        return lm.prefill(tokens(rows, 5, seed=2), impl="portable").cache

@@ -1,0 +1,81 @@
+"""Generation on the decoder: prompts' caches stay, failing callbacks leave whole tokens."""
+
+import pytest
+import torch
+
+from anymamba.generate import generate, generate_detailed, keep_top_k, stream
+from anymamba.models import quantize_lm
+from decoder_cases import model, used_cache
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_a_given_cache_is_not_changed(form):
+    """The decoder writes into the generation's own state, never into the caller's."""
+    lm = model("mamba3", d_model=48)
+    if form is not None:
+        quantize_lm(lm, form)
+    cache = used_cache(lm, 1)
+    before = cache.clone()
+    output = generate_detailed(lm, [[1, 2]], max_new_tokens=5, cache=cache)
+    for name, tensor in cache.to_tensors().items():
+        assert torch.equal(tensor, before.to_tensors()[name]), name
+    assert int(output.cache.position_b[0]) == 5 + 2 + 5
+
+
+def test_rows_that_leave_touch_nobody():
+    """Rows of different lengths end as they would alone."""
+    lm = model("mamba2")
+    prompts = [[1, 2, 3], [4], [5, 6], [7]]
+    stops = [3, 11]
+    together = generate(lm, prompts, max_new_tokens=16, stop_ids=stops)
+    alone = [generate(lm, [prompt], max_new_tokens=16, stop_ids=stops)[0] for prompt in prompts]
+    assert together == alone
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+def test_a_failing_callback_leaves_a_whole_token(fails_at):
+    """After an error in a stop function the state is that of the ids, and the stream goes on."""
+    lm = model("mamba2")
+    failed = []
+
+    def stop(ids):
+        if len(ids) == fails_at and not failed:
+            failed.append(1)
+            raise KeyboardInterrupt
+        return False
+
+    want = generate(lm, [[1, 2]], max_new_tokens=8)[0]
+    tokens_ = stream(lm, [1, 2], max_new_tokens=8, stop=stop)
+    with pytest.raises(KeyboardInterrupt):
+        list(tokens_)
+    assert tokens_.ids == want[:fails_at]
+    assert int(tokens_.cache.position_b[0]) == 2 + fails_at
+    assert [*tokens_.ids, *tokens_] == want
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"top_k": 5}, {"top_k": 20, "top_p": 0.7}, {"top_k": 9, "min_p": 0.2}]
+)
+def test_a_draw_from_few_equals_a_draw_from_all(options):
+    """Choosing among the k likeliest alone gives the tokens of the whole vocabulary, masked."""
+    lm = model("mamba1")
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    few = generate(lm, prompts, max_new_tokens=20, temperature=0.9, **options)
+    rest = {name: value for name, value in options.items() if name != "top_k"}
+    mask = [lambda _, logits_w: keep_top_k(logits_w, options["top_k"])]
+    everything = generate(lm, prompts, max_new_tokens=20, temperature=0.9, processors=mask, **rest)
+    assert few == everything
+
+
+def test_equal_logits_are_all_kept():
+    """Where the last of the k are equal to others, those are drawn too, in some rows only."""
+    lm = model("mamba1")
+
+    def level(ids, logits_w):
+        values = torch.zeros_like(logits_w) - 9
+        values[:3] = 1.0 if len(ids) % 2 else torch.tensor([3.0, 2.0, 1.0])
+        return values
+
+    rows = generate(lm, [[1], [2]], max_new_tokens=80, temperature=1.0, top_k=2, processors=[level])
+    assert {token for row in rows for token in row[1::2]} == {0, 1, 2}
+    assert {token for row in rows for token in row[::2]} == {0, 1}

@@ -1,0 +1,249 @@
+"""The decoder is never stale and bypasses nothing: whatever changes in a model, it notices."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from anymamba.errors import BackendError, ConfigError
+from anymamba.models import MambaConfig, MambaLM, native_refusal
+from anymamba.nn import VirtualLayers
+from anymamba.settings import override
+from decoder_cases import model, tokens, used_cache
+from kernels import NATIVE
+from laws import assert_same
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels")
+
+
+def assert_current(lm: MambaLM) -> None:
+    """Assert that the decoder computes with the weights that the model has now."""
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    with torch.no_grad():
+        want = lm.step(ids_b, cache, impl="portable").logits
+    assert_same(want, lm.step_(ids_b, cache, impl="native"))
+
+
+def run_once(lm: MambaLM) -> MambaLM:
+    lm.step_(tokens(2), used_cache(lm, 2), impl="native")
+    return lm
+
+
+def train(lm: MambaLM) -> None:
+    lm.requires_grad_()
+    optimizer = torch.optim.SGD(lm.parameters(), lr=0.5)
+    lm.loss(tokens(2, 6), impl="portable").backward()
+    optimizer.step()
+
+
+def merge_lora(lm: MambaLM) -> None:
+    weight = lm.backbone.layers[1].mixer.in_proj.weight
+    with torch.no_grad():
+        weight += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1])
+
+
+def other_values(lm: MambaLM) -> dict[str, torch.Tensor]:
+    return {name: value * 1.5 + 0.01 for name, value in lm.state_dict().items()}
+
+
+def swap_data(lm: MambaLM) -> None:
+    for parameter in lm.parameters():
+        parameter.data = parameter.data * 1.2
+
+
+CHANGES = {
+    "training": train,
+    "load_state_dict": lambda lm: lm.load_state_dict(other_values(lm)),
+    "load_state_dict assigned": lambda lm: lm.load_state_dict(other_values(lm), assign=True),
+    "a merged adapter": merge_lora,
+    "new memory": swap_data,
+    "another layer": lambda lm: setattr(
+        lm.backbone.layers[0], "mixer", model("mamba2", n_layer=1).backbone.layers[0].mixer
+    ),
+    "another head": lambda lm: setattr(lm, "lm_head", nn.Linear(12, 40, bias=False)),
+    "values that nobody counts": lambda lm: lm.backbone.norm_f.weight.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_decodes_with_its_new_weights(change):
+    """After training, loading, merging, moving or swapping, no old number is used."""
+    lm = run_once(model("mamba2"))
+    CHANGES[change](lm)
+    assert_current(lm)
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba3 rank 2"])
+def test_training_reaches_every_copy(name):
+    """Every parameter moves in a step of training, and every copy of one follows."""
+    lm = run_once(model(name))
+    train(lm)
+    assert_current(lm)
+
+
+def test_copies_of_a_model_stand_alone():
+    """A deep copy and a pickled model carry no address of the original."""
+    lm = run_once(model("mamba1"))
+    for other in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
+        train(other)
+        assert_current(other)
+    assert_current(lm)
+
+
+def hook(lm: MambaLM, path: str) -> list[int]:
+    calls: list[int] = []
+    lm.get_submodule(path).register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "backbone.embedding",
+        "backbone.layers.0",
+        "backbone.layers.1.mixer.in_proj",
+        "backbone.layers.1.mixer.out_proj",
+        "backbone.layers.0.mlp",
+        "backbone.layers.0.mlp.fc1",
+        "lm_head",
+    ],
+)
+def test_hooks_are_called(path):
+    """A hook that comes after the first token makes `auto` call modules and `native` refuse."""
+    lm = run_once(model("mamba3"))
+    calls = hook(lm, path)
+    cache = used_cache(lm, 2)
+    calls.clear()
+    lm.step_(tokens(2), cache)
+    assert calls == [1]
+    with pytest.raises(BackendError, match="without hooks"):
+        lm.step_(tokens(2), cache, impl="native")
+    lm.get_submodule(path)._forward_hooks.clear()
+    assert_current(lm)
+
+
+class Doubled(nn.Linear):
+    """A projection that is not what its weight says."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def swap_projection(lm: MambaLM) -> None:
+    mixer = lm.backbone.layers[0].mixer
+    mixer.out_proj = Doubled(mixer.d_inner, 12, bias=False)
+
+
+def parametrize(lm: MambaLM) -> None:
+    torch.nn.utils.parametrizations.weight_norm(lm.backbone.layers[0].mixer.in_proj)
+
+
+def replace_forward(lm: MambaLM) -> None:
+    linear = lm.backbone.layers[0].mixer.in_proj
+    original = linear.forward
+    linear.forward = lambda x: 2 * original(x)
+
+
+def global_hook(lm: MambaLM) -> None:
+    nn.modules.module._global_forward_hooks[0] = lambda *_: None
+
+
+@pytest.mark.parametrize("change", [swap_projection, parametrize, replace_forward, global_hook])
+def test_what_is_no_plain_layer_is_called(change):
+    """A swapped, parametrised or rebound layer is never replaced by its weight."""
+    lm = run_once(model("mamba2"))
+    change(lm)
+    try:
+        cache, ids_b = used_cache(lm, 2), tokens(2)
+        with torch.no_grad():
+            want = lm.step(ids_b, cache, impl="portable").logits
+        with pytest.raises(BackendError, match="impl='native' cannot serve"):
+            lm.step_(ids_b, cache, impl="native")
+        assert torch.equal(lm.step_(ids_b, cache), want)
+    finally:
+        nn.modules.module._global_forward_hooks.clear()
+
+
+ATTENTION = {"causal": True, "num_heads": 2, "num_heads_kv": 1, "rotary_emb_dim": 2}
+OTHERS = {
+    "attention": ({"attn_layer_idx": [1], "attn_cfg": ATTENTION}, "MHA"),
+    "virtual layers": ({"virtual": VirtualLayers(4)}, "share weights"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_stacks_run_as_modules(name):
+    """Attention and virtual layers decode through their modules, and `native` says why."""
+    options, reason = OTHERS[name]
+    lm = MambaLM(MambaConfig(d_model=12, n_layer=2, vocab_size=37, **options))
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    with torch.no_grad():
+        want = lm.step(ids_b, cache, impl="portable").logits
+        assert torch.equal(lm.step(ids_b, cache).logits, want)
+        with pytest.raises(BackendError, match=reason):
+            lm.step(ids_b, cache, impl="native")
+
+
+def test_float64_runs_as_modules():
+    """The decoder computes in float32 and lowers nobody's precision."""
+    lm = model("mamba1").double()
+    with pytest.raises(BackendError, match="float64"):
+        lm.step_(tokens(2), used_cache(lm, 2), impl="native")
+    assert lm.step_(tokens(2), used_cache(lm, 2)).dtype == torch.float64
+
+
+def test_guards_and_autocast_run_as_modules():
+    """Both look inside the blocks or change what they compute."""
+    lm = model("mamba1")
+    cache = used_cache(lm, 2)
+    with override(deny_nan=True):
+        assert "guards" in (native_refusal(lm, tokens(2), cache) or "")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in (native_refusal(lm, tokens(2), cache) or "")
+    assert native_refusal(lm, tokens(2), cache) is None
+
+
+MISTAKES = {
+    "an id outside": lambda lm, cache: (torch.tensor([1, 40]), cache, IndexError),
+    "a negative id": lambda lm, cache: (torch.tensor([-1, 0]), cache, IndexError),
+    "too few ids": lambda lm, cache: (tokens(1), cache, ValueError),
+    "a foreign state": lambda lm, cache: (tokens(2), used_cache(model("mamba1"), 2), ValueError),
+    "a narrow state": lambda lm, cache: (
+        tokens(2),
+        cache._replace(layers=(cache.layers[0], cache.layers[1].rows([0]))),
+        ValueError,
+    ),
+    "no such impl": lambda lm, cache: (tokens(2), cache, ConfigError),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_refused_token_leaves_the_state(mistake):
+    """Everything is checked before anything is written."""
+    lm = model("mamba2")
+    cache = used_cache(lm, 2)
+    ids_b, given, error = MISTAKES[mistake](lm, cache)
+    before = given.clone()
+    with pytest.raises(error):
+        lm.step_(ids_b, given, impl="fast" if mistake == "no such impl" else "auto")
+    for name, tensor in given.to_tensors().items():
+        assert torch.equal(tensor, before.to_tensors()[name]), name
+
+
+def test_the_choice_is_logged_once(caplog):
+    """The log says which way a model decodes, and why, one time."""
+    lm = model("mamba2")
+    with caplog.at_level(logging.INFO, "anymamba.models"):
+        for _ in range(3):
+            run_once(lm)
+            lm.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_: None)
+            lm.step_(tokens(2), used_cache(lm, 2))
+            lm.backbone.layers[0].mixer.in_proj._forward_hooks.clear()
+    assert [record.message for record in caplog.records] == [
+        "MambaLM.step_: native decoder",
+        "MambaLM.step_: modules (in_proj of Mamba2 must be a Linear or QuantizedLinear without "
+        "hooks, and is a Linear, swapped or hooked)",
+    ]

@@ -1,0 +1,132 @@
+"""Laws of integer weights: how exact they are, and that they behave as layers do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from anymamba.errors import ConfigError, ShapeError
+from anymamba.models import MambaConfig, MambaLM, quantize_lm, scheme_of
+from anymamba.nn import QuantizedEmbedding, QuantizedLinear, dequantize, quantize
+from laws import randn
+from trained import TEXT, trained
+
+SCHEMES = pytest.mark.parametrize("scheme", ["int8", "int4"])
+
+
+def restored(weight, scheme):
+    values, scales = quantize(weight, scheme)
+    return dequantize(values, scales, scheme, weight.shape[1], weight.dtype)
+
+
+@SCHEMES
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 100])
+def test_every_entry_is_near(scheme, columns):
+    """No entry is further off than a step of its block, whatever the number of columns."""
+    weight = randn(7, columns, seed=1, dtype=torch.float32)
+    gap = (restored(weight, scheme) - weight).abs()
+    steps = {"int8": 1 / 127, "int4": 1 / 7}
+    for start in range(0, columns, 32):
+        largest = weight[:, start : start + 32].abs().amax(1, keepdim=True)
+        assert (gap[:, start : start + 32] <= 1.01 * steps[scheme] * largest).all()
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("int8", 0.006), ("int4", 0.09)])
+def test_the_error_of_normal_weights(scheme, limit):
+    """The root mean square error of normal weights is small beside the weights."""
+    weight = randn(64, 256, seed=2, dtype=torch.float32)
+    assert (restored(weight, scheme) - weight).square().mean().sqrt() <= limit
+
+
+@SCHEMES
+def test_quantised_twice_is_quantised_once(scheme):
+    """A weight that integers can say is said exactly."""
+    once = restored(randn(5, 64, seed=3, dtype=torch.float32), scheme)
+    gap = (restored(once, scheme) - once).abs().max()
+    assert gap <= 1e-2 * once.abs().max()
+
+
+@SCHEMES
+def test_zeros_stay_zero(scheme):
+    """A block of zeros has a scale that is no zero, and comes back as zeros."""
+    weight = torch.zeros(3, 64)
+    weight[:, 40] = 1e-38
+    values, scales = quantize(weight, scheme)
+    assert scales.isfinite().all()
+    assert (scales != 0).all()
+    assert torch.equal(
+        dequantize(values, scales, scheme, 64, torch.float32)[:, :32], weight[:, :32]
+    )
+
+
+@SCHEMES
+def test_a_layer_is_its_dequantised_weight(scheme):
+    """`forward` is that of an ordinary layer with `.weight`; the bias stays what it was."""
+    linear = nn.Linear(40, 6)
+    layer = QuantizedLinear.of(linear, scheme)
+    x = randn(3, 40, seed=4, dtype=torch.float32)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, linear.bias))
+    table = QuantizedEmbedding.of(nn.Embedding(9, 40), scheme)
+    ids = torch.tensor([[1, 8], [0, 1]])
+    assert torch.equal(table(ids), table.weight[ids])
+
+
+@SCHEMES
+def test_a_layer_keeps_its_integers_through_everything(scheme):
+    """Casts change what it computes with, not what it stores; state dicts and copies carry it."""
+    layer = QuantizedLinear.of(nn.Linear(40, 6), scheme)
+    other = QuantizedLinear(40, 6, scheme, bias=True)
+    other.load_state_dict(layer.state_dict())
+    half = copy.deepcopy(layer).half()
+    for name in ("values", "scales"):
+        assert torch.equal(getattr(other, name), getattr(layer, name))
+        assert torch.equal(getattr(half, name), getattr(layer, name))
+    assert half.weight.dtype == torch.float16
+    assert half(torch.zeros(1, 40, dtype=torch.float16)).dtype == torch.float16
+
+
+@SCHEMES
+def test_a_quantised_model_reads_as_it_steps(scheme):
+    """Prefill and step of a quantised model agree, and its tied head stays tied."""
+    torch.manual_seed(0)
+    config = MambaConfig(d_model=32, n_layer=2, vocab_size=50, ssm_cfg={"layer": "Mamba2",
+        "headdim": 8, "d_state": 16}, d_intermediate=40)  # fmt: skip
+    lm = quantize_lm(MambaLM(config), scheme)
+    assert scheme_of(lm) == scheme
+    assert lm.lm_head.values.data_ptr() == lm.backbone.embedding.values.data_ptr()
+    ids_bs = torch.randint(50, (2, 7))
+    with torch.no_grad():
+        whole = lm(ids_bs)
+        _, cache = lm.prefill(ids_bs[:, :6])
+        last, _ = lm.step(ids_bs[:, 6], cache, impl="portable")
+    torch.testing.assert_close(last, whole[:, -1], rtol=1e-4, atol=1e-5)
+    assert lm.loss(ids_bs).isfinite()
+
+
+def test_mistakes_are_refused():
+    """An unknown scheme, a vector, a hooked layer and a second time are named."""
+    with pytest.raises(ConfigError, match="int3"):
+        quantize(torch.zeros(2, 2), "int3")
+    with pytest.raises(ShapeError, match="two axes"):
+        quantize(torch.zeros(2), "int8")
+    lm = MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=16))
+    hook = lm.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="in_proj of Mamba must be a plain layer"):
+        quantize_lm(lm, "int8")
+    hook.remove()
+    quantize_lm(lm, "int8")
+    with pytest.raises(ConfigError, match="already"):
+        quantize_lm(lm, "int4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "limit"), [("int8", 0.005), ("int4", 0.03)])
+def test_a_trained_model_loses_little(scheme, limit):
+    """The perplexity of a trained model grows by at most 0.5% in int8 and 3% in int4."""
+    lm = copy.deepcopy(trained("heavy_tail"))
+    ids_bs = torch.tensor([list(TEXT.encode())[:512]])
+    with torch.no_grad():
+        plain = lm.loss(ids_bs)
+        change = (quantize_lm(lm, scheme).loss(ids_bs) - plain).exp() - 1
+    assert abs(float(change)) <= limit
