@@ -12,6 +12,7 @@ from anymamba.nn.cache import (
     Mamba3Cache,
     Mamba3DoubleSsdCache,
     Mamba3SingleSsdCache,
+    RotationState,
 )
 from anymamba.nn.mamba2 import with_chunk_size
 from anymamba.nn.norm import RMSNorm, RMSNormGated
@@ -244,9 +245,8 @@ class Mamba3(Block[Mamba3Cache]):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
         z, x_bshp, b_bsmhr, c_bsmhr, coefficients, turn = self._project(u_bsd)
-        increment = self.rotation.increment(turn, coefficients.dt)
-        b_bsmhr, c_bsmhr, rotation = self.rotation.rotate(
-            b_bsmhr, c_bsmhr, increment, cache.rotation, impl, cu_seqlens
+        b_bsmhr, c_bsmhr, rotation = self._keys(
+            b_bsmhr, c_bsmhr, turn, coefficients.dt, cache.rotation, impl, cu_seqlens
         )
         v_bsmhp = self._values(x_bshp)
         y_bsmhp, state = trapezoid_scan(
@@ -305,6 +305,20 @@ class Mamba3(Block[Mamba3Cache]):
         b_mhr = self._prepare(b, self.B_norm, self.B_bias)
         c_mhr = self._prepare(c, self.C_norm, self.C_bias)
         return z.unflatten(-1, heads), x.unflatten(-1, heads), b_mhr, c_mhr, coefficients, turn
+
+    def _keys(
+        self,
+        b_bsmhr: Tensor,
+        c_bsmhr: Tensor,
+        turn: Tensor,
+        dt_bsh: Tensor,
+        state: RotationState,
+        impl: str,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, RotationState]:
+        """Rotate B and C of a sequence, from a rotation to a rotation."""
+        increment = self.rotation.increment(turn, dt_bsh)
+        return self.rotation.rotate(b_bsmhr, c_bsmhr, increment, state, impl, cu_seqlens)
 
     def _prepare(self, flat: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
         """Norm, spread groups over their heads, add the bias: (..., m, h, r)."""
