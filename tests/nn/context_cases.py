@@ -67,8 +67,9 @@ def packing_of(kind: str, whole: int) -> tuple[int, dict[str, Tensor]]:
     """Return the batch and how the whole rows are packed."""
     half = whole // 2
     if kind == "borders":
-        # A sequence over three shards or its half, an empty one, one token, a border on a border.
-        borders = [0, 3, 3, half + 2, half + 3, whole - LENGTH // 2, whole]
+        # An empty sequence, one that begins inside a convolution's width before the next shard and
+        # lies over several, one of a single token.
+        borders = [0, 3, 3, LENGTH - 2, half + 2, half + 3, whole - LENGTH // 2, whole]
         return 1, {"cu_seqlens": torch.tensor(borders)}
     if kind == "borders on borders":
         return 1, {"cu_seqlens": torch.tensor([0, LENGTH, whole])}

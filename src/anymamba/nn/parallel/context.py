@@ -79,10 +79,10 @@ def context_parallel(model: nn.Module, group: "dist.ProcessGroup | None" = None)
     """
     blocks = []
     for name, module in model.named_modules():
+        if why := _refusal(module):
+            raise BackendError(f"{WHERE}: {name or 'the model'} cannot be shared out: {why}")
         if isinstance(module, Block):
             blocks.append(module)
-        elif why := _refusal(module):
-            raise BackendError(f"{WHERE}: {name or 'the model'} cannot be shared out: {why}")
     if not blocks:
         raise ConfigError(f"{WHERE}: the model must have a Mamba block; it has none.")
     ring = Ring(group)
