@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from anymamba.errors import BackendError, DtypeError, ShapeError
 from anymamba.models.config import MambaConfig
-from anymamba.models.loss import head_loss, head_loss_sum, next_token_targets
+from anymamba.models.loss import IGNORE, head_loss, next_token_targets
 from anymamba.nn import ModelCache, Stack, is_plain
 from anymamba.ops import SsdPath
 
@@ -223,7 +223,8 @@ class MambaLM(nn.Module):
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd = self.backbone.outputs(self.backbone.embedding(ids_bs), how, None)
         if is_plain(self.lm_head, nn.Linear):
-            return head_loss_sum(hidden_bsd, self.lm_head.weight, targets_bs)
+            count = (targets_bs != IGNORE).sum().clamp(min=1)
+            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs) * count
         logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
         return F.cross_entropy(logits_sw.float(), targets_bs.flatten(), reduction="sum")
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["IGNORE", "head_loss", "head_loss_sum", "next_token_targets"]
+__all__ = ["head_loss", "next_token_targets"]
 
 IGNORE = -100
 # Logits alive at a time: 64 MB of float32.
@@ -43,19 +43,13 @@ def head_loss(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tens
         weight_wd: the head's weight, one row per token.
         targets_bs: the token each position predicts.
     """
-    total = head_loss_sum(hidden_bsd, weight_wd, targets_bs)
-    return total / (targets_bs != IGNORE).sum().clamp(min=1)
-
-
-def head_loss_sum(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tensor:
-    """Return the summed cross-entropy; the arguments are those of `head_loss`."""
     hidden_sd, targets_s = hidden_bsd.flatten(0, 1), targets_bs.flatten()
     rows = max(16, PIECE_ELEMENTS // weight_wd.shape[0])
     total = hidden_sd.new_zeros((), dtype=torch.promote_types(hidden_sd.dtype, torch.float32))
     for start in range(0, hidden_sd.shape[0], rows):
         piece = hidden_sd[start : start + rows], weight_wd, targets_s[start : start + rows]
         total = total + checkpoint(_piece_loss, *piece, use_reentrant=False)
-    return total
+    return total / (targets_s != IGNORE).sum().clamp(min=1)
 
 
 def _piece_loss(hidden_sd: Tensor, weight_wd: Tensor, targets_s: Tensor) -> Tensor:
