@@ -181,7 +181,7 @@ def refused() -> float:
         (odd, line["dp"], {"param_dtype": torch.bfloat16}, "needs shard=True"),
         (
             odd,
-            init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp")),
+            init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp")),
             {},
             "Use shard=True",
         ),

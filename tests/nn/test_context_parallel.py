@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from context_cases import CHECKS
+
 from worlds import run_world
 
 pytestmark = [

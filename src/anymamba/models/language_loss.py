@@ -26,6 +26,7 @@ class LanguageLoss(nn.Module):
         mesh: the one given to `parallelize`; None is a single process.
 
     Example:
+        >>> import torch
         >>> from anymamba.models import MambaConfig
         >>> lm = MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))
         >>> ids_bs = torch.tensor([[1, 2, 3]])
