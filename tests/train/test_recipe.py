@@ -12,6 +12,7 @@ from anymamba.train import (
     LoopRecipe,
     ModelRecipe,
     OptimRecipe,
+    ParallelRecipe,
     Recipe,
     ScheduleRecipe,
     load_recipe,
@@ -72,6 +73,7 @@ NOT_DEFAULT = Recipe(
         spike_factor=0.0,
         max_skips=0,
     ),
+    parallel=ParallelRecipe(cp=2, tp=4, shard=True, param_dtype="bfloat16", timeout=7.0),
 )
 
 

@@ -45,8 +45,9 @@ class Train:
         if self.describe:
             return _describe(terminal, recipe)
         summary = train_with_display(terminal, recipe, resume=self.resume)
-        show_summary(terminal, summary)
-        terminal.document(ok=True, **run_facts(summary))
+        if summary.is_first:
+            show_summary(terminal, summary)
+            terminal.document(ok=True, **run_facts(summary))
         return 0 if summary.finished else INTERRUPTED
 
     def _recipe(self) -> "Recipe":

@@ -6,6 +6,7 @@ from anymamba.models.count import ModelCount, PartCount, count_model
 from anymamba.models.decoder import native_refusal
 from anymamba.models.encoder import Encoder, EncoderConfig, MaskedTokens, mask_tokens
 from anymamba.models.hybrid import hybrid_config
+from anymamba.models.language_loss import LanguageLoss
 from anymamba.models.latent import LatentModel, LatentStep
 from anymamba.models.latent_config import LatentConfig
 from anymamba.models.lm import MambaLM, use_checkpoints
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationReport",
     "Encoder",
     "EncoderConfig",
+    "LanguageLoss",
     "LatentConfig",
     "LatentModel",
     "LatentStep",

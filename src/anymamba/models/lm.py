@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
 from anymamba.models.config import MambaConfig
 from anymamba.models.decoder import native_refusal, native_step_
-from anymamba.models.loss import head_loss, next_token_targets
+from anymamba.models.loss import IGNORE, head_loss, next_token_targets
 from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain
 from anymamba.ops import SsdPath
 
@@ -253,6 +253,29 @@ class MambaLM(nn.Module):
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
         return LmLoss(self._loss(hidden_bsd, targets_bs), new)
+
+    def loss_sum(
+        self,
+        ids_bs: Tensor,
+        targets_bs: Tensor,
+        *,
+        path: SsdPath | None = None,
+        impl: str = "auto",
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+    ) -> Tensor:
+        """Return the summed cross-entropy; the arguments are those of `loss`.
+
+        Sums of parts add up to that of the whole, means do not: see `LanguageLoss`.
+        """
+        self._check_ids("MambaLM.loss_sum", ids_bs, 2)
+        how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+        hidden_bsd = self.backbone.outputs(self.backbone.embedding(ids_bs), how, None)
+        if is_plain(self.lm_head, nn.Linear):
+            count = (targets_bs != IGNORE).sum().clamp(min=1)
+            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs) * count
+        logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
+        return F.cross_entropy(logits_sw.float(), targets_bs.flatten(), reduction="sum")
 
     def empty_cache(
         self,

@@ -22,6 +22,14 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm, RMSNormGated
+from anymamba.nn.parallel import (
+    Ring,
+    Traffic,
+    context_parallel,
+    data_mesh,
+    gather_tensors,
+    parallelize,
+)
 from anymamba.nn.quantized import QuantizedEmbedding, QuantizedLinear, dequantize, quantize
 from anymamba.nn.registers import Cursor, Insertion, Marker, RegisterConfig, Registers
 from anymamba.nn.residual import MultiGate, MultiGateResidual, ResidualConfig, depth_init_bias
@@ -67,24 +75,30 @@ __all__ = [
     "RegisterConfig",
     "Registers",
     "ResidualConfig",
+    "Ring",
     "RotationState",
     "Stack",
     "StackCache",
     "StackConfig",
     "StackStep",
+    "Traffic",
     "VirtualLayers",
     "add_norm",
     "check_lengths",
     "check_options",
+    "context_parallel",
     "count_parameters",
+    "data_mesh",
     "depth_init_bias",
     "dequantize",
     "flops_per_token",
+    "gather_tensors",
     "is_plain",
     "join_rows",
     "make_bidirectional_schedule",
     "make_schedule",
     "nearest",
+    "parallelize",
     "quantize",
     "state_bytes",
     "token_mask",

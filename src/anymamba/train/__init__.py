@@ -1,4 +1,7 @@
-"""Training on one machine: data, optimisers, the loop, checkpoints, and what a person sees."""
+"""Training: data, optimisers, the loop, checkpoints, and what a person sees.
+
+One process, or all that torchrun starts.
+"""
 
 from anymamba.train.batches import (
     Batch,
@@ -20,11 +23,13 @@ from anymamba.train.muon import Float32Muon, build_muon, orthogonalise, torch_mu
 from anymamba.train.ngram import WittenBell, byte_piece
 from anymamba.train.optim import TrainOptimizer, build_optimizer
 from anymamba.train.plan import describe_recipe, steps_within
+from anymamba.train.rank_learner import part_of
 from anymamba.train.recipe import (
     DataRecipe,
     LoopRecipe,
     ModelRecipe,
     OptimRecipe,
+    ParallelRecipe,
     Recipe,
     ScheduleRecipe,
     load_recipe,
@@ -56,6 +61,7 @@ __all__ = [
     "ModelRecipe",
     "OptimRecipe",
     "PackedBatches",
+    "ParallelRecipe",
     "Reader",
     "Recipe",
     "RunFolder",
@@ -88,6 +94,7 @@ __all__ = [
     "merge_spans",
     "open_store",
     "orthogonalise",
+    "part_of",
     "place_of",
     "prepare_data",
     "read_metrics",

@@ -101,29 +101,58 @@ class CheckpointFolder:
             CheckpointError: the disk is full or the folder cannot be written; what was there
                 before is untouched.
         """
-        target = self.path(snapshot.step)
+        hidden = self.begin(snapshot.step)
+        return self.path(snapshot.step) if hidden is None else self.finish(hidden, snapshot)
+
+    def begin(self, step: int) -> Path | None:
+        """Return a hidden folder to write a checkpoint into; None if there is a whole one already.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        target = self.path(step)
         if target.exists():
-            if self.damage(snapshot.step) is None:
-                return target
-            self._set_aside(snapshot.step)
+            if self.damage(step) is None:
+                return None
+            self._set_aside(step)
         hidden = self.folder / f".{target.name}.{secrets.token_hex(4)}.part"
         try:
             hidden.mkdir(parents=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return hidden
+
+    def finish(self, hidden: Path, snapshot: Snapshot) -> Path:
+        """Write the rest of a checkpoint, give it its name and remove the oldest beyond `keep`.
+
+        Raises:
+            CheckpointError: the disk is full or the folder cannot be written.
+        """
+        target = self.path(snapshot.step)
+        try:
             _fill(hidden, snapshot)
             os.rename(hidden, target)
             flush_folder(self.folder)
         except OSError as error:
-            raise CheckpointError(
-                f"{WHERE}: {str(self.folder)!r} must be writable and have room; {error}. "
-                "Older checkpoints are untouched: make room, then resume."
-            ) from error
+            raise self._unwritable(error) from error
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
         self._prune()
         return target
 
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{WHERE}: {str(self.folder)!r} must be writable and have room; {error}. "
+            "Older checkpoints are untouched: make room, then resume."
+        )
+
     def newest(self) -> Snapshot | None:
-        """Return the newest whole checkpoint, or None when there is none at all.
+        """Return the newest whole checkpoint, or None when there is none; see `newest_step`."""
+        step = self.newest_step()
+        return None if step is None else self.load(step)
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest whole checkpoint, or None when there is none at all.
 
         A damaged one is set aside under another name, with a warning in the log, and the one
         before it is taken.
@@ -135,7 +164,7 @@ class CheckpointFolder:
         for step in reversed(steps):
             why = self.damage(step)
             if why is None:
-                return self.load(step)
+                return step
             aside = self._set_aside(step)
             log.warning(
                 "the checkpoint of step %d is damaged (%s); it is now called %s, and the one "
@@ -215,7 +244,8 @@ def _fill(folder: Path, snapshot: Snapshot) -> None:
     }
     # Written here and not while renaming: what JSON cannot hold must fail before the rename.
     write_json(WHERE, folder / FACTS, json.loads(json.dumps(facts)))
-    digests = {name: _digest(folder / name) for name in (*names, FACTS)}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
     write_json(WHERE, folder / MANIFEST, {"format": FORMAT, "version": VERSION, "sha256": digests})
     flush_folder(folder)
 

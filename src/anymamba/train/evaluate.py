@@ -12,6 +12,7 @@ from anymamba.io import Tokenizer
 from anymamba.models import MambaLM
 from anymamba.train.batches import Batch
 from anymamba.train.learner import Learner
+from anymamba.train.rank_learner import RankLearner
 from anymamba.train.recipe_sections import LoopRecipe
 
 __all__ = ["Evaluation", "evaluate", "sample"]
@@ -27,7 +28,12 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(lm: MambaLM, batches: Iterable[Batch], recipe: LoopRecipe | None = None) -> Evaluation:
+def evaluate(
+    lm: MambaLM,
+    batches: Iterable[Batch],
+    recipe: LoopRecipe | None = None,
+    learner: RankLearner | None = None,
+) -> Evaluation:
     """Run a model over finite batches; its training is not disturbed.
 
     Args:
@@ -35,6 +41,7 @@ def evaluate(lm: MambaLM, batches: Iterable[Batch], recipe: LoopRecipe | None = 
         batches: what `validation_batches` yields.
         recipe: where to run and whether to autocast; the model's device and no autocast when
             omitted.
+        learner: of a model that several ranks share, all of which then call this.
 
     Raises:
         ConfigError: there is nothing to predict.
@@ -42,12 +49,12 @@ def evaluate(lm: MambaLM, batches: Iterable[Batch], recipe: LoopRecipe | None = 
     # A learner of its own: the state that training carries stays where it is. Layers that training
     # wrapped stay wrapped, which costs nothing without gradients.
     plain = LoopRecipe(autocast="none" if recipe is None else recipe.autocast)
-    learner = Learner(lm, plain)
+    judge = Learner(lm, plain) if learner is None else learner
     device = lm.backbone.embedding.weight.device
     nats, predictions, bytes_count = 0.0, 0, 0.0
     for batch in batches:
         many = batch.predictions
-        nats += many * float(learner.loss(batch.to(device)))
+        nats += many * float(judge.loss(batch.to(device)))
         predictions += many
         bytes_count += batch.bytes_count
     if predictions == 0 or bytes_count == 0:

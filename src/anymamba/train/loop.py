@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.errors import CheckpointError
 from anymamba.io import save_pretrained
 from anymamba.models import MambaLM, count_model
+from anymamba.nn import gather_tensors
 from anymamba.train.batches import training_batches, validation_batches
 from anymamba.train.checkpoint import Snapshot
 from anymamba.train.data import prepare_data
@@ -26,10 +28,13 @@ from anymamba.train.guard import Guard
 from anymamba.train.learner import Learner, check_mode
 from anymamba.train.metrics import MetricsFile
 from anymamba.train.optim import build_optimizer
+from anymamba.train.rank_learner import RankLearner
+from anymamba.train.ranks import clip_gradients, open_ranks
 from anymamba.train.recipe_sections import Recipe
 from anymamba.train.report import leave_papers
 from anymamba.train.run_folder import RunFolder
 from anymamba.train.schedule import schedule_factor
+from anymamba.train.sharded_checkpoint import load_shards, save_shards
 from anymamba.train.speed import SpeedMeter, matmul_rate
 
 __all__ = ["RunSummary", "Trainer"]
@@ -66,6 +71,7 @@ class RunSummary(NamedTuple):
     skipped: int
     evaluation: Evaluation | None
     folder: RunFolder
+    is_first: bool = True
 
 
 class Trainer:
@@ -97,14 +103,19 @@ class Trainer:
             CheckpointError: the disk is full, or no checkpoint is whole.
             NonFiniteError: too many steps in a row had to be skipped.
         """
+        self._ranks = open_ranks(self.recipe.parallel, self.recipe.loop.device)
         try:
-            self.folder.claim(self.recipe, resume=self.resume)
+            self._ranks.ask_first(lambda: self.folder.claim(self.recipe, resume=self.resume))
             self._build()
             self._restore()
             while not self._is_over() and not self._is_stopping:
                 self._step()
                 self._after_step()
             return self._finish()
+        except Exception as error:
+            if (lost := self._ranks.explain(error)) is not None:
+                raise lost from error
+            raise
         finally:
             self._close()
 
@@ -113,20 +124,24 @@ class Trainer:
         if loop.threads is not None:
             torch.set_num_threads(loop.threads)
         cache_dir = self.recipe.data.cache_dir or self.folder.tokens
-        self._data = prepare_data(self.recipe.data, cache_dir)
+        self._data = self._ranks.after_first(lambda: prepare_data(self.recipe.data, cache_dir))
         self._batches = training_batches(self._data.train, self.recipe.data)
         torch.manual_seed(loop.seed)
         config = self.recipe.model.config(self._data.vocab_size)
-        self.lm = MambaLM(config, device=loop.device)
+        self._device = self._ranks.device(loop.device)
+        self.lm = MambaLM(config, device=self._device)
         check_mode(self.recipe.data.mode, self.lm)
-        self._learner = Learner(self.lm, loop)
+        flops = 3 * count_model(self.lm, length=self.recipe.data.window).flops
+        mesh = self._ranks.mesh
+        self._learner: Learner | RankLearner = (
+            Learner(self.lm, loop) if mesh is None else RankLearner(self.lm, self.recipe, mesh)
+        )
         self._optimizer = build_optimizer(self.lm, self.recipe.optim)
         self._guard = Guard(spike_factor=loop.spike_factor, max_skips=loop.max_skips)
         self._progress = Progress()
         self._checkpoints = self.folder.checkpoints(loop.keep)
-        self._checkpoints.sweep()
+        self._ranks.ask_first(self._checkpoints.sweep)
         self._saved_step = -1
-        flops = 3 * count_model(self.lm, length=self.recipe.data.window).flops
         self._meter = SpeedMeter(flops, self._matmul_rate())
         self._measured = time.monotonic()
 
@@ -137,13 +152,16 @@ class Trainer:
 
     def _restore(self) -> None:
         """Take up the newest checkpoint, if the run is to go on and there is one."""
-        found = self._checkpoints.newest() if self.resume else None
-        self._metrics = MetricsFile(self.folder.metrics, None if found is None else found.step)
+        step = self._ranks.ask_first(self._checkpoints.newest_step) if self.resume else None
+        found = None if step is None else self._checkpoints.load(step)
+        if self._ranks.is_first:
+            self._metrics = MetricsFile(self.folder.metrics, step)
         if found is not None:
             facts = found.facts
-            self.lm.load_state_dict(dict(found.tensors["model"]))
+            tensors = self._saved_tensors(found)
+            self.lm.load_state_dict(dict(tensors["model"]))
             self._optimizer.load_state_dict(
-                {"tensors": dict(found.tensors["optimizer"]), "values": facts["optimizer"]}
+                {"tensors": dict(tensors["optimizer"]), "values": facts["optimizer"]}
             )
             self._learner.load_state_tensors(found.tensors.get("carried", {}))
             self._batches.load_state_dict(facts["data"])
@@ -166,6 +184,22 @@ class Trainer:
             matmul_flops=self._meter.rate,
         )
 
+    def _saved_tensors(self, found: Snapshot) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return weights and moments of a checkpoint that one process wrote, or several."""
+        if found.facts.get("sharded"):
+            return load_shards(
+                self._checkpoints.path(found.step),
+                self._ranks,
+                self.lm.state_dict(),
+                self._optimizer.empty_tensors,
+            )
+        if self._ranks.mesh is not None:
+            raise CheckpointError(
+                "train: several ranks go on from checkpoints that ranks wrote; this one was "
+                "written by a process alone. Resume without torchrun."
+            )
+        return found.tensors
+
     def _is_over(self) -> bool:
         steps, seconds = self.recipe.loop.steps, self.recipe.loop.seconds
         return (steps is not None and self._progress.step >= steps) or (
@@ -179,7 +213,7 @@ class Trainer:
         loss, tokens = 0.0, 0
         for _ in range(recipe.loop.accumulate):
             batch = next(self._batches)
-            part = self._learner.loss(batch.to(recipe.loop.device)) / recipe.loop.accumulate
+            part = self._learner.loss(batch.to(self._device)) / recipe.loop.accumulate
             part.backward()
             value, many = float(part.detach()) * recipe.loop.accumulate, batch.predictions
             loss += value / recipe.loop.accumulate
@@ -188,7 +222,7 @@ class Trainer:
             progress.sum_bytes += batch.bytes_count
             progress.bytes += batch.bytes_count
         limit = recipe.optim.clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.lm.parameters(), limit))
+        norm = clip_gradients(self.lm, limit)
         progress.step += 1
         why = self._guard.judge(loss, norm)
         if why is None:
@@ -199,7 +233,9 @@ class Trainer:
             if not math.isfinite(loss + norm):
                 self._learner.forget()
         self._optimizer.zero_grad()
-        seconds = time.perf_counter() - start
+        # Clocks differ, and one person's Ctrl-C is everybody's.
+        seconds, stop = self._ranks.largest(time.perf_counter() - start, self._is_stopping)
+        self._is_stopping = bool(stop)
         self._meter.add(tokens, seconds)
         progress.tokens += tokens
         progress.seconds += seconds
@@ -252,7 +288,8 @@ class Trainer:
     def _validate(self, tokens: int | None) -> Evaluation:
         assert self._data.valid is not None
         batches = validation_batches(self._data.valid, self.recipe.data, tokens)
-        found = evaluate(self.lm, batches, self.recipe.loop)
+        shared = self._learner if isinstance(self._learner, RankLearner) else None
+        found = evaluate(self.lm, batches, self.recipe.loop, shared)
         self._tell(
             "valid", loss=found.loss, bits_per_byte=found.bits_per_byte, of_all=tokens is None
         )
@@ -260,8 +297,11 @@ class Trainer:
 
     def _sample(self) -> None:
         loop = self.recipe.loop
+        lm = self._whole_model()
+        if lm is None:
+            return
         text = sample(
-            self.lm,
+            lm,
             self._data.tokenizer,
             loop.sample_prompt,
             max_new_tokens=loop.sample_tokens,
@@ -269,15 +309,24 @@ class Trainer:
         )
         self._tell("sample", prompt=loop.sample_prompt, text=text)
 
+    def _whole_model(self) -> MambaLM | None:
+        """Return a model with all weights on the first rank, None on the others; all call it."""
+        if self._ranks.mesh is None:
+            return self.lm
+        tensors = gather_tensors(self.lm)
+        if not self._ranks.is_first:
+            return None
+        lm = MambaLM(self.lm.config, device=self._device)
+        lm.load_state_dict(tensors)
+        return lm
+
     def _save(self) -> None:
         if self._saved_step == self._progress.step:
             return
         optimizer = self._optimizer.state_dict()
-        tensors: dict[str, Any] = {
-            "model": self.lm.state_dict(),
-            "optimizer": optimizer["tensors"],
-            "random": random_state(),
-        }
+        shards = {"model": self.lm.state_dict(), "optimizer": optimizer["tensors"]}
+        is_sharded = self._ranks.mesh is not None
+        tensors: dict[str, Any] = {"random": random_state()} | ({} if is_sharded else shards)
         if carried := self._learner.state_tensors():
             tensors["carried"] = carried
         facts = {
@@ -285,24 +334,27 @@ class Trainer:
             "data": self._batches.state_dict(),
             "guard": self._guard.state_dict(),
             "progress": asdict(self._progress),
-        }
-        path = self._checkpoints.save(
-            Snapshot(step=self._progress.step, tensors=tensors, facts=facts)
-        )
+        } | ({"sharded": True} if is_sharded else {})
+        snapshot = Snapshot(step=self._progress.step, tensors=tensors, facts=facts)
+        if is_sharded:
+            path = save_shards(self._checkpoints, snapshot, shards, self._ranks)
+        else:
+            path = self._checkpoints.save(snapshot)
         self._saved_step = self._progress.step
         self._tell("checkpoint", name=path.name)
 
     def _finish(self) -> RunSummary:
         """Save; at the end of the run also evaluate on everything, sample, draw and report."""
         progress, finished = self._progress, self._is_over()
-        found = None
+        found, lm = None, None
         self._save()
         if finished:
             if self._data.valid is not None:
                 found = self._validate(None)
             self._sample()
-            save_pretrained(self.lm, self.folder.model)
-            keep_tokenizer(self.recipe.data.tokenizer, self.folder.model)
+            if (lm := self._whole_model()) is not None:
+                save_pretrained(lm, self.folder.model)
+                keep_tokenizer(self.recipe.data.tokenizer, self.folder.model)
         self._tell("end", finished=finished, tokens=progress.tokens, seconds=progress.seconds)
         summary = RunSummary(
             finished=finished,
@@ -313,9 +365,10 @@ class Trainer:
             skipped=self._guard.skipped,
             evaluation=found,
             folder=self.folder,
+            is_first=self._ranks.is_first,
         )
-        if finished:
-            leave_papers(self.folder, self.recipe, self.lm)
+        if finished and lm is not None:
+            leave_papers(self.folder, self.recipe, lm)
         return summary
 
     def _close(self) -> None:
@@ -324,8 +377,11 @@ class Trainer:
             if (opened := getattr(self, name, None)) is not None:
                 opened.close()
         self.folder.release()
+        self._ranks.close()
 
     def _tell(self, kind: str, **facts: Any) -> None:
+        if not self._ranks.is_first:
+            return
         entry = {"kind": kind, "step": self._progress.step, **facts}
         self._metrics.write(entry)
         self._watch(entry)

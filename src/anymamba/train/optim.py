@@ -159,6 +159,16 @@ class TrainOptimizer:
         }
         return {"tensors": tensors, "values": values}
 
+    def empty_tensors(self) -> dict[str, Tensor]:
+        """Return zeros in the place of every tensor that `state_dict` may ever hold."""
+        return {
+            f"{unit.name}/{key}": torch.zeros((), dtype=torch.float32)
+            if key == "step"
+            else torch.zeros_like(unit.handle).detach()
+            for unit in self._units
+            for key in STATE_KEYS[unit.owner]
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the result of `state_dict`, bit for bit; the tensors are copied.
 
@@ -237,22 +247,27 @@ class TrainOptimizer:
 
     def _groups(self, owner: Owner) -> list[dict[str, Any]]:
         """Return the parameter groups of an optimiser: what decays, and what does not."""
-        groups: dict[float, list[nn.Parameter]] = {}
+        groups: dict[tuple[float, Any], list[nn.Parameter]] = {}
         for unit in self._units:
             if unit.owner == owner:
-                groups.setdefault(self._decay(unit.weight), []).append(unit.handle)
+                # torch's kernels take plain or distributed tensors, not both at once.
+                mesh = getattr(unit.handle, "device_mesh", None)
+                groups.setdefault((self._decay(unit.weight), mesh), []).append(unit.handle)
         return [
             {"params": handles, "lr": self._lr(owner), "weight_decay": decay}
-            for decay, handles in groups.items()
+            for (decay, _), handles in groups.items()
         ]
 
 
 def _decaying(model: nn.Module) -> set[str]:
     """Return the names of the parameters that decay: weights of linear maps, unless tagged."""
     return {
-        f"{place}.weight".lstrip(".")
+        f"{place}.{key}".lstrip(".")
         for place, module in model.named_modules()
-        if isinstance(module, DECAYING) and not getattr(module.weight, "_no_weight_decay", False)
+        if isinstance(module, DECAYING)
+        for key, weight in module._parameters.items()
+        # A weight that ranks share is two parameters, "weight_own" and "weight_shared".
+        if key.startswith("weight") and not getattr(weight, "_no_weight_decay", False)
     }
 
 

@@ -19,6 +19,7 @@ from anymamba.train.recipe_sections import (
     LoopRecipe,
     ModelRecipe,
     OptimRecipe,
+    ParallelRecipe,
     Recipe,
     ScheduleRecipe,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "LoopRecipe",
     "ModelRecipe",
     "OptimRecipe",
+    "ParallelRecipe",
     "Recipe",
     "ScheduleRecipe",
     "load_recipe",
@@ -40,7 +42,8 @@ WHERE = "recipe"
 # TOML has no word for nothing.
 NOTHING = "none"
 # What a resumed run may say differently: it decides what is written down, and where, but not what
-# is learned. `threads` moves only the last bits of sums. Token files are known by their content.
+# is learned. `threads` and the use of ranks move only the last bits of sums. Token files are known
+# by their content.
 FREE_ON_RESUME = frozenset(
     {
         "data.cache_dir",
@@ -56,6 +59,9 @@ FREE_ON_RESUME = frozenset(
         "loop.sample_tokens",
         "loop.seconds",
         "loop.threads",
+        "parallel.cp",
+        "parallel.shard",
+        "parallel.timeout",
     }
 )
 
@@ -74,7 +80,8 @@ def load_recipe(file: str | Path | None = None, overrides: Sequence[str] = ()) -
     `"none"` empties an optional field, and one string stands for a list of one.
 
     Args:
-        file: sections `data`, `model`, `optim`, `schedule`, `loop`; none means all defaults.
+        file: sections `data`, `model`, `optim`, `schedule`, `loop`, `parallel`; none means all
+            defaults.
         overrides: such as "optim.lr=3e-4" or "model.ssm_cfg.d_state=64".
 
     Raises:

@@ -268,6 +268,30 @@ class LoopRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelRecipe:
+    """How the ranks that `torchrun` starts are used; what is left of them shares the batch.
+
+    Args:
+        cp: ranks that share a sequence.
+        tp: ranks that share the heads; a run keeps this number.
+        shard: shard parameters, gradients and moments over ranks (FSDP2); else replicate (DDP).
+        param_dtype: what sharded matrices are gathered in: "none" or "bfloat16".
+        timeout: seconds after which a rank that does not answer counts as lost.
+    """
+
+    cp: int = 1
+    tp: int = 1
+    shard: bool = False
+    param_dtype: Literal["none", "bfloat16"] = "none"
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check types and limits."""
+        _check_types("parallel", self)
+        _need_positive("parallel", self, ("cp", "tp", "timeout"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run.
 
@@ -281,6 +305,7 @@ class Recipe:
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     loop: LoopRecipe = field(default_factory=LoopRecipe)
+    parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
     def __post_init__(self) -> None:
         """Check what one section alone cannot know: that the schedule has an end."""
