@@ -1,6 +1,6 @@
 """Run the kernel tests under sanitizers, and compile the kernels for Arm.
 
-address, undefined   every law of the operators on the kernels
+address, undefined   every law of the operators on the kernels, and of the decoder
 thread               the laws about threads, on a build whose parallel loop is std::thread: the
                      thread sanitizer cannot see through the barriers of OpenMP
 arm                  compiled and linked for AArch64 with warnings as errors; not run
@@ -14,16 +14,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-TESTS = ROOT / "tests" / "ops"
+OPERATORS, DECODER = "tests/ops", "tests/models/test_decoder.py"
 
 
 def main() -> int:
     """Run all three; stop at the first failure."""
     _compile_for_arm()
     address = _build("address", ANYMAMBA_SANITIZE="address,undefined")
-    _test(address, "libasan.so", ["-k", "native"], ASAN_OPTIONS="detect_leaks=0")
+    for choice in (["-k", "native", OPERATORS], [DECODER]):
+        _test(address, "libasan.so", choice, ASAN_OPTIONS="detect_leaks=0")
     thread = _build("thread", ANYMAMBA_SANITIZE="thread", ANYMAMBA_STD_THREADS="ON")
-    _test(thread, "libtsan.so", ["-k", "native and threads"], TSAN_OPTIONS="halt_on_error=1")
+    for choice in (["-k", "native and threads", OPERATORS], ["-k", "threads", DECODER]):
+        _test(thread, "libtsan.so", choice, TSAN_OPTIONS="halt_on_error=1")
     print("sanitizers are silent, and the kernels compile for Arm")
     return 0
 
@@ -67,7 +69,7 @@ def _test(library: Path, sanitizer: str, choice: list[str], **options: str) -> N
     }
     # Only this process runs: a child that compiles or forks would run under the sanitizer too.
     command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-m", "pytest", "-q"]
-    _run([*command, "-p", "no:cacheprovider", *choice, str(TESTS)], environment)
+    _run([*command, "-p", "no:cacheprovider", "-m", "not slow", *choice], environment)
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
