@@ -79,6 +79,14 @@ SABOTAGE = {
 }
 
 
+def break_hidden(monkeypatch, wrong):
+    """Put a wrong function in the place of both ways to hidden states."""
+    monkeypatch.setattr(MambaLM, "_hidden", wrong)
+    monkeypatch.setattr(
+        MambaLM, "_outputs", lambda self, ids_bs, how: wrong(self, ids_bs, None, how)[0]
+    )
+
+
 @pytest.mark.parametrize("what", SABOTAGE)
 def test_a_broken_way_is_named(monkeypatch, what):
     """Each way that is made wrong fails, and only that one; NaN and a wrong state are wrong too."""
@@ -108,7 +116,7 @@ def test_a_broken_way_is_named(monkeypatch, what):
         logits_bw, new = step(self, ids_b, cache)
         return (logits_bw.flip(-1) if what == "steps" else logits_bw), new
 
-    monkeypatch.setattr(MambaLM, "_hidden", wrong_hidden)
+    break_hidden(monkeypatch, wrong_hidden)
     monkeypatch.setattr(MambaLM, "step", wrong_step)
     report = verify(model(), length=9)
     assert failing(report) == SABOTAGE[what]
@@ -186,7 +194,7 @@ def test_a_half_type_without_numbers_fails(monkeypatch):
         y, new = hidden(self, ids_bs, cache, how)
         return (y * math.nan if self is lm else y), new
 
-    monkeypatch.setattr(MambaLM, "_hidden", wrong)
+    break_hidden(monkeypatch, wrong)
     report = verify(lm, length=5, dtypes=("bfloat16",))
     assert not report.ok
     assert all(row.tolerance < 0.3 for row in report.rows)
