@@ -14,6 +14,7 @@ own loop over time rounds as much as the ways it would judge: it is one more row
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from math import sqrt
@@ -29,6 +30,7 @@ from anymamba.models.verify_inputs import Judged, check_subject, depth_of, has_s
 from anymamba.models.verify_report import VerifyReport, VerifyRow
 from anymamba.nn import ModelCache
 from anymamba.ops import SsdPath
+from anymamba.settings import override
 
 __all__ = ["verify"]
 
@@ -101,7 +103,9 @@ def verify(
         judge = "float64" if dtype == "float64" else "float32"
         if judge not in judged:
             model = model_in(judge)
-            judged[judge] = Judged(*model.prefill(_as_input(model, ids_bs), impl="reference"))
+            with override(native="off"):
+                truth = model.prefill(_as_input(model, ids_bs), impl="reference")
+            judged[judge] = Judged(*truth)
         limit = TOLERANCE[dtype] * sqrt(depth_of(lm)) if tolerance is None else tolerance
         run = model_in(dtype), _as_input(model_in(dtype), ids_bs), judged[judge]
         if dtype in HALF_TYPES:
@@ -165,8 +169,11 @@ def _ways(lm: Model) -> Iterator[tuple[str, Way]]:
         yield impl, partial(_whole, impl=impl)
 
 
-def _whole(lm: Model, ids_bs: Tensor, **how: Any) -> Run:
-    logits_bsw, cache = lm.prefill(ids_bs, **how)
+def _whole(lm: Model, ids_bs: Tensor, impl: str = "auto", **how: Any) -> Run:
+    # What is judged by or judged as portable code meets no kernel, not even beside the scan.
+    kernels = override(native="off") if impl in ("reference", "portable") else nullcontext()
+    with kernels:
+        logits_bsw, cache = lm.prefill(ids_bs, impl=impl, **how)
     return logits_bsw.unbind(0), cache
 
 
