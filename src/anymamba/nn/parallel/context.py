@@ -275,7 +275,7 @@ def _mamba3(
         x_last_bhp.to(cache.v_state_bhp.dtype, copy=True),
         rotation,
     )
-    return block._finish(y_bsmhp, v_bsmhp, z), new
+    return block._finish(y_bsmhp, v_bsmhp, z, impl), new
 
 
 Run = Callable[..., tuple[Tensor, Any]]
