@@ -58,18 +58,23 @@ def _compile_for_arm() -> None:
 
 
 def _test(library: Path, sanitizer: str, choice: list[str], **options: str) -> None:
-    found = subprocess.run(
-        ["c++", f"-print-file-name={sanitizer}"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    # The sanitizer looks for the C++ runtime's `throw` when it starts: Python alone has none.
+    libraries = [_library(name) for name in (sanitizer, "libstdc++.so")]
     environment = {
         **os.environ,
         **options,
         "ANYMAMBA_NATIVE_LIBRARY": str(library),
-        "LD_PRELOAD": str(Path(found).resolve()),
+        "LD_PRELOAD": ":".join(libraries),
     }
     # Only this process runs: a child that compiles or forks would run under the sanitizer too.
     command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-m", "pytest", "-q"]
     _run([*command, "-p", "no:cacheprovider", "-m", "not slow", *choice], environment)
+
+
+def _library(name: str) -> str:
+    command = ["c++", f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return str(Path(found).resolve())
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
