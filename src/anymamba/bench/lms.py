@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from anymamba.bench.blocks import best_path
 from anymamba.bench.case import JUDGE, Case, Way, Ways, portable, without
 from anymamba.bench.machine import Work
-from anymamba.bench.peers import their_lm
+from anymamba.bench.peers import THEIR_CHUNK, their_lm
 from anymamba.bench.portable import path_note
 from anymamba.models import MambaConfig, MambaLM, count_model, preset
+from anymamba.nn import Mamba2
 from anymamba.ops import SsdPath
 
 __all__ = ["PUBLISHED", "lm_cases", "prefill_cases"]
 
 PUBLISHED = ("mamba-130m", "mamba2-130m", "mamba3-siso-187m", "mamba3-mimo-187m")
 GATE = 12
+MOST_BYTES = 4e9
 
 
 def lm_cases(name: str, length: int, config: MambaConfig | None = None) -> list[Case]:
@@ -90,9 +92,24 @@ def _reading(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs:
     def ours(impl: str, path: SsdPath | None = None) -> Callable[[], Sequence[Tensor]]:
         return without(lambda: [lm.prefill(ids_bs, num_last_tokens=1, impl=impl, path=path).logits])
 
+    theirs = _small_enough(theirs, lm, ids_bs.shape[1])
     peer: Any = theirs
     run = without(lambda: [peer(ids_bs, logits_to_keep=1).logits]) if _is_there(theirs) else None
     return _columns(ours, theirs, path, run)
+
+
+def _small_enough(theirs: nn.Module | str, lm: MambaLM, length: int) -> nn.Module | str:
+    """Return the model, or why it would fill the memory of a small machine.
+
+    transformers multiplies B and C of all pairs of a chunk before it sums over the state.
+    """
+    mixer: Any = next(iter(lm.backbone.layers)).mixer  # pyright: ignore[reportArgumentType]
+    if isinstance(theirs, str) or not isinstance(mixer, Mamba2):
+        return theirs
+    pairs = 4.0 * length * min(length, THEIR_CHUNK) * mixer.nheads * mixer.d_state
+    if pairs <= MOST_BYTES:
+        return theirs
+    return f"transformers makes tensors of {pairs / 1e9:.1f} GB for this length"
 
 
 def _is_there(theirs: nn.Module | str) -> bool:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from anymamba.models import MambaLM
 from anymamba.nn import Mamba, Mamba2
 
-__all__ = ["ABSENT", "has_transformers", "their_lm", "their_mixer", "their_step"]
+__all__ = ["ABSENT", "THEIR_CHUNK", "has_transformers", "their_lm", "their_mixer", "their_step"]
 
 ABSENT = "transformers is not installed: pip install 'anymamba[bench]'"
 NO_MAMBA3 = "transformers has no Mamba-3"
+# What published configs say.
+THEIR_CHUNK = 256
 
 
 def has_transformers() -> bool:
@@ -103,7 +105,7 @@ def _config(block: Mamba | Mamba2, layers: int, vocabulary: int) -> Any:
         num_heads=block.nheads,
         head_dim=block.headdim,
         n_groups=block.ngroups,
-        chunk_size=256,
+        chunk_size=THEIR_CHUNK,
     )
 
 
