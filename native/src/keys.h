@@ -15,13 +15,6 @@ enum KeyPairing : int64_t { kHalfSplit = 0, kInterleaved = 1, kBlocks = 2 };
 
 ANYMAMBA_INLINE int64_t round_lanes(int64_t count) { return ceil_div(count, kWidth) * kWidth; }
 
-// A number that crosses the interface in the bits of a double.
-ANYMAMBA_INLINE float number_of(int64_t bits) {
-    double value;
-    memcpy(&value, &bits, sizeof(value));
-    return (float)value;
-}
-
 struct KeyShape {
     int64_t batch, length, ranks, groups, heads, size, channels, turning, sequences, pairing;
     float eps[kKeyKinds], range;
@@ -38,8 +31,8 @@ struct KeyShape {
           turning(sizes[7]),
           sequences(sizes[8]),
           pairing(sizes[9]),
-          eps{number_of(sizes[10]), number_of(sizes[11])},
-          range(number_of(sizes[12])),
+          eps{real_of(sizes[10]), real_of(sizes[11])},
+          range(real_of(sizes[12])),
           tiles(ceil_div(length, kKeyTile)),
           lanes(round_lanes(channels)) {}
 

@@ -14,12 +14,8 @@ struct NormShape {
           channels(sizes[1]),
           group(sizes[2]),
           groups(channels / group),
-          lanes(ceil_div(group, kWidth) * kWidth) {
-        // Real numbers cross the interface in the bits of a double.
-        double value;
-        memcpy(&value, &sizes[3], sizeof(value));
-        eps = (float)value;
-    }
+          lanes(ceil_div(group, kWidth) * kWidth),
+          eps(real_of(sizes[3])) {}
 };
 
 // The weight as padded float32, [group][lane].

@@ -41,13 +41,6 @@ struct TailShape {
           eps(real_of(sizes[5])) {}
 
     int64_t size() const { return groups * lanes; }  // of one padded row of parameters
-
-    // A double's bits, as real numbers cross the interface.
-    static float real_of(int64_t bits) {
-        double value;
-        memcpy(&value, &bits, sizeof(value));
-        return (float)value;
-    }
 };
 
 // The parameters as padded float32 rows, [rank][group][lane]; rows of an absent one are null.
