@@ -174,6 +174,20 @@ def test_loss_in_pieces_equals_cross_entropy(name, packed, monkeypatch):
     assert_same_gradients(want_grads, gradients(lm, got))
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain head", "hooked head"])
+def test_loss_keeps_its_precision_and_counts_only_targets(plain):
+    """A float64 model has a float64 loss behind any head; without a target the loss is 0."""
+    lm, ids = model("mamba3"), tokens(2, 9)
+    if not plain:
+        lm.lm_head.register_forward_hook(lambda *_: None)
+    want = F.cross_entropy(lm(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert lm.loss(ids).dtype == torch.float64
+    assert_same(want.detach(), lm.loss(ids).detach())
+    nothing = torch.full_like(ids, -100)
+    assert lm.loss(ids, nothing).item() == 0.0
+    assert lm.prefill_loss(ids, nothing).loss.item() == 0.0
+
+
 def test_num_last_tokens_limits_the_head():
     """The head runs only where asked, with the same numbers."""
     lm, ids = model("mamba3"), tokens(2, 9)

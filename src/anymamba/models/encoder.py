@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError, DtypeError, ShapeError
-from anymamba.models.latent import IGNORE, mean_of
+from anymamba.models.latent import mean_of
 from anymamba.models.latent_config import check_keys, stack_config_from_dict
-from anymamba.models.loss import head_loss
+from anymamba.models.loss import head_loss_sum, logits_loss_sum, mean_loss
 from anymamba.models.stored import StoredModel
 from anymamba.nn import BidirectionalConfig, BidirectionalStack, token_mask
-from anymamba.ops import SsdPath
+from anymamba.ops import IGNORE, SsdPath
 
 __all__ = ["Encoder", "EncoderConfig", "MaskedTokens", "mask_tokens"]
 
@@ -143,7 +143,7 @@ class Encoder(StoredModel):
             ids_bs: token ids.
             lengths: tokens of each row of a padded batch (batch,); padding changes nothing.
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
 
         Returns:
             pooled: (batch, d_model), or (batch, n_classes). tokens: (batch, sequence, n_classes).
@@ -182,11 +182,10 @@ class Encoder(StoredModel):
             targets = targets.masked_fill(~mask_bs, IGNORE)
         if self.config.head == "masked":
             hidden_bsd = self._hidden(ids_bs, lengths, how)
-            return head_loss(hidden_bsd, self.embedding.weight, targets)
-        logits = self.forward(ids_bs, lengths=lengths, **how)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        return total / (targets != IGNORE).sum().clamp(min=1)
+            total = head_loss_sum(hidden_bsd, self.embedding.weight, targets)
+        else:
+            total = logits_loss_sum(self.forward(ids_bs, lengths=lengths, **how), targets)
+        return mean_loss(total, targets)
 
     def extra_repr(self) -> str:
         """Name the head."""

@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anymamba.errors import ShapeError
 from anymamba.models.lm import MambaLM
-from anymamba.models.loss import IGNORE, next_token_targets
+from anymamba.models.loss import next_token_targets
 from anymamba.nn import data_mesh
-from anymamba.ops import SsdPath
+from anymamba.ops import IGNORE, SsdPath
 
 __all__ = ["LanguageLoss"]
 

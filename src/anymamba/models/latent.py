@@ -10,18 +10,16 @@ could say nothing that one behind it cannot.
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError, PackingError, ShapeError
 from anymamba.models.latent_config import LatentConfig
+from anymamba.models.loss import logits_loss_sum, mean_loss
 from anymamba.models.stored import StoredModel
 from anymamba.nn import BidirectionalConfig, BidirectionalStack, Stack, check_lengths, token_mask
-from anymamba.ops import SsdPath
+from anymamba.ops import IGNORE, SsdPath
 
 __all__ = ["LatentModel", "LatentStep"]
-
-IGNORE = -100
 
 
 class LatentStep(NamedTuple):
@@ -85,7 +83,7 @@ class LatentModel(StoredModel):
             x: inputs; (batch, sequence, d_input).
             lengths: time steps of each row of a padded batch (batch,).
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; with readout "each" only.
             seq_idx: segment labels (batch, sequence); with readout "each" only.
 
@@ -184,14 +182,14 @@ class LatentModel(StoredModel):
                 f"LatentModel.loss: the target of {self.config.task} must have shape "
                 f"{tuple(wanted)}; got {tuple(target.shape)}."
             )
-        wide = torch.promote_types(y.dtype, torch.float32)
         counts = None
         if self.config.readout == "each" and lengths is not None:
             counts = token_mask(lengths, y)
         if self.config.task == "classification":
             if counts is not None:
                 target = target.masked_fill(~counts, IGNORE)
-            return F.cross_entropy(y.to(wide).flatten(0, -2), target.flatten(), ignore_index=IGNORE)
+            return mean_loss(logits_loss_sum(y, target), target)
+        wide = torch.promote_types(y.dtype, torch.float32)
         error = (y.to(wide) - target.to(wide)).square()
         if counts is None:
             return error.mean()

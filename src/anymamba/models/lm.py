@@ -4,13 +4,17 @@ import math
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
 from anymamba.models.config import MambaConfig
 from anymamba.models.decoder import native_refusal, native_step_
-from anymamba.models.loss import IGNORE, head_loss, next_token_targets
+from anymamba.models.loss import (
+    head_loss_sum,
+    logits_loss_sum,
+    mean_loss,
+    next_token_targets,
+)
 from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain
 from anymamba.ops import SsdPath
 
@@ -116,7 +120,7 @@ class MambaLM(nn.Module):
             ids_bs: token ids.
             num_last_tokens: compute the head for this many last positions only; 0 means all.
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; batch must be 1.
             seq_idx: segment labels (batch, sequence).
         """
@@ -223,14 +227,15 @@ class MambaLM(nn.Module):
             targets_bs: the token each position predicts, -100 where none counts; the next token
                 by default.
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; no prediction crosses one.
             seq_idx: segment labels; no prediction crosses a change.
         """
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         if targets_bs is None:
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
-        return self._loss(self._outputs(ids_bs, how), targets_bs)
+        total = self._loss_sum(self._outputs(ids_bs, how), targets_bs)
+        return mean_loss(total, targets_bs)
 
     def prefill_loss(
         self,
@@ -252,7 +257,8 @@ class MambaLM(nn.Module):
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
-        return LmLoss(self._loss(hidden_bsd, targets_bs), new)
+        total = self._loss_sum(hidden_bsd, targets_bs)
+        return LmLoss(mean_loss(total, targets_bs), new)
 
     def loss_sum(
         self,
@@ -268,14 +274,8 @@ class MambaLM(nn.Module):
 
         Sums of parts add up to that of the whole, means do not: see `LanguageLoss`.
         """
-        self._check_ids("MambaLM.loss_sum", ids_bs, 2)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        hidden_bsd = self.backbone.outputs(self.backbone.embedding(ids_bs), how, None)
-        if is_plain(self.lm_head, nn.Linear):
-            count = (targets_bs != IGNORE).sum().clamp(min=1)
-            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs) * count
-        logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
-        return F.cross_entropy(logits_sw.float(), targets_bs.flatten(), reduction="sum")
+        return self._loss_sum(self._outputs(ids_bs, how), targets_bs)
 
     def empty_cache(
         self,
@@ -301,11 +301,10 @@ class MambaLM(nn.Module):
         """Name the family and the vocabulary."""
         return f"family={self.config.layer}, vocab_size={self.config.vocab_size}"
 
-    def _loss(self, hidden_bsd: Tensor, targets_bs: Tensor) -> Tensor:
+    def _loss_sum(self, hidden_bsd: Tensor, targets_bs: Tensor) -> Tensor:
         if is_plain(self.lm_head, nn.Linear):
-            return head_loss(hidden_bsd, self.lm_head.weight, targets_bs)
-        logits_sw = self.lm_head(hidden_bsd).flatten(0, 1)
-        return F.cross_entropy(logits_sw.float(), targets_bs.flatten())
+            return head_loss_sum(hidden_bsd, self.lm_head.weight, targets_bs)
+        return logits_loss_sum(self.lm_head(hidden_bsd), targets_bs)
 
     def _outputs(self, ids_bs: Tensor, how: dict[str, Any]) -> Tensor:
         """Return the normalised hidden states of whole sequences; no state is kept."""

@@ -1,13 +1,13 @@
-"""Next-token loss over a large vocabulary without ever holding all logits."""
+"""Cross-entropy of models: sums that add up over parts, and their mean."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.ops import head_cross_entropy
+from anymamba.ops import IGNORE, head_cross_entropy
 
-__all__ = ["head_loss", "next_token_targets"]
+__all__ = ["head_loss_sum", "logits_loss_sum", "mean_loss", "next_token_targets"]
 
-IGNORE = -100
 # Logits alive at a time: 64 MB of float32.
 PIECE_ELEMENTS = 2**24
 
@@ -32,8 +32,8 @@ def next_token_targets(
     return targets_bs
 
 
-def head_loss(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tensor:
-    """Return the mean cross-entropy of `hidden @ weight^T`, piece by piece.
+def head_loss_sum(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tensor:
+    """Return the summed cross-entropy of `hidden @ weight^T`, piece by piece.
 
     The largest tensor is one piece of logits, which becomes its own gradient in place. Targets of
     -100 do not count.
@@ -43,7 +43,22 @@ def head_loss(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tens
         weight_wd: the head's weight, one row per token.
         targets_bs: the token each position predicts.
     """
-    targets_s = targets_bs.flatten().to(torch.int64)
     rows = max(16, PIECE_ELEMENTS // weight_wd.shape[0])
-    total = head_cross_entropy(hidden_bsd.flatten(0, 1), weight_wd, targets_s, rows=rows)
-    return total / (targets_s != IGNORE).sum().clamp(min=1)
+    targets_s = targets_bs.flatten().to(torch.int64)
+    return head_cross_entropy(hidden_bsd.flatten(0, 1), weight_wd, targets_s, rows=rows)
+
+
+def logits_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy of logits that exist already; float32 for half types."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def mean_loss(total: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over the targets that count; 0 where none does.
+
+    Example:
+        >>> mean_loss(torch.tensor(6.0), torch.tensor([3, 1, -100]))
+        tensor(3.)
+    """
+    return total / (targets != IGNORE).sum().clamp(min=1)

@@ -81,7 +81,7 @@ class BidirectionalStack(nn.Module):
             lengths: tokens of each row of a padded batch (batch,). Padding behind them changes no
                 token; what is returned in its places means nothing.
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; batch must be 1, and there are no registers.
             seq_idx: segment labels (batch, sequence); not with registers.
 

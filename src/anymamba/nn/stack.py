@@ -71,7 +71,7 @@ class Stack(LayeredModule):
         Args:
             x_bsd: inputs; (batch, sequence, d_model).
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; batch must be 1, and there are no registers.
             seq_idx: segment labels (batch, sequence); not with registers.
         """
@@ -99,7 +99,7 @@ class Stack(LayeredModule):
             length: of the whole sequence, for middle and end registers; only without a cache,
                 which knows it.
             path: SSD algorithm and chunk length.
-            impl: "auto", "portable", "native" or "reference".
+            impl: of the mixers: "auto", "portable", "native" or "reference".
             cu_seqlens: borders of packed sequences; not with registers.
             seq_idx: segment labels; not with registers.
         """

@@ -22,7 +22,7 @@ from anymamba.ops.conv import (
     extend_row,
 )
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
-from anymamba.ops.loss import cross_entropy_rows, head_cross_entropy
+from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
 from anymamba.ops.native import NativeStatus, native_status
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
@@ -89,6 +89,7 @@ from anymamba.ops.trapezoid import (
 
 __all__ = [
     "A_ACTIVATIONS",
+    "IGNORE",
     "PAIRINGS",
     "PATHWAYS",
     "AddNorm",

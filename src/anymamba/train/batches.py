@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import CheckpointError, ConfigError
+from anymamba.ops import IGNORE
 from anymamba.train.recipe_sections import DataRecipe
 from anymamba.train.shards import TokenStore
 from anymamba.train.spans import Reader, Span, SpanQueue, SpanTable, merge_spans
@@ -29,7 +30,6 @@ __all__ = [
     "validation_batches",
 ]
 
-IGNORE = -100
 # Validation takes the same part of the held-out text whatever the seed of training is.
 VALIDATION_SEED = 0
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from anymamba.errors import ConfigError
 from anymamba.models import LanguageLoss, MambaLM
 from anymamba.nn import parallelize
-from anymamba.train.batches import IGNORE, Batch
+from anymamba.ops import IGNORE
+from anymamba.train.batches import Batch
 from anymamba.train.learner import recompute_layers
 from anymamba.train.recipe_sections import Recipe
 

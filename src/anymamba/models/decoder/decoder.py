@@ -13,7 +13,7 @@ from anymamba.models.decoder.layers import layer_of
 from anymamba.models.decoder.states import Binding, tensors_of
 from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.nn import ModelCache, QuantizedEmbedding
-from anymamba.ops import decode
+from anymamba.ops import decode, native_status
 
 __all__ = ["native_refusal", "native_step_"]
 
@@ -146,7 +146,7 @@ def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
 
 
 def _check_call(ids_b: Tensor) -> None:
-    if (why_not := decode.kernel_refusal()) is not None:
+    if (why_not := native_status().why_not) is not None:
         raise NotServed(why_not)
     if type(ids_b) is not Tensor or ids_b.device.type != "cpu":
         raise NotServed("ids must be a plain tensor on the CPU")

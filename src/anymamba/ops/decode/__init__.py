@@ -3,7 +3,7 @@
 `anymamba.models` knows how a model becomes a program; this folder knows the C interface.
 """
 
-from anymamba.ops.decode.call import MOST_ROWS, DecodeCall, kernel_refusal
+from anymamba.ops.decode.call import MOST_ROWS, DecodeCall
 from anymamba.ops.decode.program import (
     BLOCK,
     FORMATS,
@@ -29,6 +29,5 @@ __all__ = [
     "NormKind",
     "Program",
     "RotationKind",
-    "kernel_refusal",
     "program_of",
 ]

@@ -1,7 +1,6 @@
 """The call of the decoder: tensors bound once, then one call per token."""
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,61 +9,22 @@ from torch import Tensor
 
 from anymamba.errors import BackendError
 from anymamba.ops.decode.program import Program
-from anymamba.ops.native.library import load, native_status
-from anymamba.settings import current
+from anymamba.ops.native import AXES, DTYPES, KernelCall, kernel_in_force, kernel_threads
 
-__all__ = ["MOST_ROWS", "DecodeCall", "kernel_refusal"]
+__all__ = ["MOST_ROWS", "DecodeCall"]
 
 # Rows that share one reading of the weights.
 MOST_ROWS = 64
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.float16: 3}
-_AXES = 6
 _STATES = 3  # ids, positions and logits come first
-_is_forked_child = False
-
-
-def _note_fork() -> None:
-    global _is_forked_child
-    _is_forked_child = True
-
-
-# OpenMP's pool does not survive a fork: waiting for it in the child would never end.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 class _View(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int64),
-        ("stride", ctypes.c_int64 * _AXES),
+        ("stride", ctypes.c_int64 * AXES),
     )
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("tensors", ctypes.c_void_p),
-        ("sizes", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("variant", ctypes.c_int64),
-    )
-
-
-def kernel_refusal() -> str | None:
-    """Say why the decoder's kernel cannot run at all; None when it can."""
-    status = native_status()
-    if status.why_not is not None:
-        return status.why_not
-    if _function() is None:
-        return "the compiled kernels are older than the decoder; install the package again"
-    return None
-
-
-def _function() -> Any:
-    library = load(current().native_library)
-    return None if isinstance(library, str) else getattr(library.handle, "anymamba_decode", None)
 
 
 class DecodeCall:
@@ -95,23 +55,13 @@ class DecodeCall:
         Raises:
             BackendError: the kernel cannot run; nothing was changed.
         """
-        status, function = native_status(), _function()
-        library = load(current().native_library)
-        if function is None or status.variant is None or isinstance(library, str):
-            raise BackendError(
-                f"decode: the native kernel cannot run: {kernel_refusal()}. Use impl='portable'."
-            )
-        function.restype = ctypes.c_int64
+        function, variant = kernel_in_force("decode")
         # A copy of the list of views, so that two threads may run one binding.
         views = type(self._views).from_buffer_copy(self._views)
         _write(views[0], ids_b)
         _write(views[2], logits_bw)
-        call = _Call(
-            ctypes.addressof(views),
-            ctypes.addressof(self._sizes),
-            None,
-            1 if _is_forked_child else torch.get_num_threads(),
-            library.variants[status.variant],
+        call = KernelCall(
+            ctypes.addressof(views), ctypes.addressof(self._sizes), None, kernel_threads(), variant
         )
         wanted = function(ctypes.byref(call))
         if wanted < 0:
@@ -125,6 +75,6 @@ class DecodeCall:
 
 
 def _write(view: Any, tensor: Tensor) -> None:
-    view.data, view.dtype = tensor.data_ptr(), _DTYPES[tensor.dtype]
+    view.data, view.dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
     for axis, stride in enumerate(tensor.stride()):
         view.stride[axis] = stride

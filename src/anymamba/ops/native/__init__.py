@@ -3,8 +3,27 @@
 Nothing here is needed: without the compiled library every operator runs its portable body.
 """
 
-from anymamba.ops.native.call import run_kernel
+from anymamba.ops.native.call import (
+    AXES,
+    DTYPES,
+    KernelCall,
+    kernel_in_force,
+    kernel_threads,
+    run_kernel,
+)
 from anymamba.ops.native.kernel import Kernel, check_storage, refusal_of
 from anymamba.ops.native.library import NativeStatus, native_status
 
-__all__ = ["Kernel", "NativeStatus", "check_storage", "native_status", "refusal_of", "run_kernel"]
+__all__ = [
+    "AXES",
+    "DTYPES",
+    "Kernel",
+    "KernelCall",
+    "NativeStatus",
+    "check_storage",
+    "kernel_in_force",
+    "kernel_threads",
+    "native_status",
+    "refusal_of",
+    "run_kernel",
+]

@@ -3,18 +3,19 @@
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymamba.errors import BackendError
-from anymamba.ops.native.library import Library, load, native_status
+from anymamba.ops.native.library import load, native_status
 from anymamba.settings import current
 
-__all__ = ["DTYPES", "run_kernel"]
+__all__ = ["AXES", "DTYPES", "KernelCall", "kernel_in_force", "kernel_threads", "run_kernel"]
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
-_AXES = 6
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.float16: 3}
+AXES = 6
 _in_forked_child = False
 
 
@@ -28,7 +29,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
-class _Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
+    """The argument of every kernel: `anymamba_call`."""
+
     _fields_ = (
         ("tensors", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
@@ -49,38 +52,49 @@ def run_kernel(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]
     Raises:
         BackendError: the kernels cannot be used.
     """
-    library, variant = _in_force(name)
-    function = getattr(library.handle, f"anymamba_{name}")
-    function.restype = ctypes.c_int64
+    function, variant = kernel_in_force(name)
     views = _views(tensors)
     numbers = (ctypes.c_int64 * len(sizes))(*sizes)
-    threads = 1 if _in_forked_child else torch.get_num_threads()
-    call = _Call(ctypes.addressof(views), ctypes.addressof(numbers), None, threads, variant)
+    call = KernelCall(
+        ctypes.addressof(views), ctypes.addressof(numbers), None, kernel_threads(), variant
+    )
     wanted = function(ctypes.byref(call))
     workspace = _any(tensors).new_empty(max(wanted, 1), dtype=torch.uint8)
     call.workspace = workspace.data_ptr()
     function(ctypes.byref(call))
 
 
-def _in_force(name: str) -> tuple[Library, int]:
+def kernel_in_force(name: str) -> tuple[Any, int]:
+    """Return a kernel's function and the number of the instruction set in force.
+
+    Raises:
+        BackendError: the kernels cannot be used.
+    """
     status = native_status()
     library = load(current().native_library)
     if status.variant is None or isinstance(library, str):
         raise BackendError(
             f"{name}: the native kernel cannot run: {status.why_not}. Use impl='portable'."
         )
-    return library, library.variants[status.variant]
+    function = getattr(library.handle, f"anymamba_{name}")
+    function.restype = ctypes.c_int64
+    return function, library.variants[status.variant]
+
+
+def kernel_threads() -> int:
+    """Return how many threads a kernel may use: torch's number, one in a forked child."""
+    return 1 if _in_forked_child else torch.get_num_threads()
 
 
 def _views(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_int64]:
     numbers: list[int] = []
     for tensor in tensors:
         if tensor is None:
-            numbers.extend([0] * (2 + _AXES))
+            numbers.extend([0] * (2 + AXES))
             continue
         strides = tensor.stride()
         numbers.extend((tensor.data_ptr(), DTYPES[tensor.dtype], *strides))
-        numbers.extend([0] * (_AXES - len(strides)))
+        numbers.extend([0] * (AXES - len(strides)))
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
