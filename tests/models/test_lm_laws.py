@@ -174,6 +174,15 @@ def test_loss_in_pieces_equals_cross_entropy(name, packed, monkeypatch):
     assert_same_gradients(want_grads, gradients(lm, got))
 
 
+@pytest.mark.parametrize("borders", [(0, 0, 9), (0, 0, 0, 4, 4, 9), (0, 9, 9)])
+def test_an_empty_sequence_costs_no_prediction(borders):
+    """Sequences without tokens change nothing, at the front, between others or at the end."""
+    lm, ids = model("mamba1"), tokens(1, 9)
+    filled = torch.tensor(sorted(set(borders)))
+    want = lm.loss(ids, cu_seqlens=filled)
+    assert_same(want.detach(), lm.loss(ids, cu_seqlens=torch.tensor(borders)).detach())
+
+
 @pytest.mark.parametrize("plain", [True, False], ids=["plain head", "hooked head"])
 def test_loss_keeps_its_precision_and_counts_only_targets(plain):
     """A float64 model has a float64 loss behind any head; without a target the loss is 0."""

@@ -27,7 +27,9 @@ def next_token_targets(
         ends_bs = seq_idx[:, 1:] != seq_idx[:, :-1]
         targets_bs[:, :-1] = targets_bs[:, :-1].masked_fill(ends_bs, IGNORE)
     if cu_seqlens is not None:
-        last_q = (cu_seqlens[1:].to(ids_bs.device, torch.int64) - 1).clamp(min=0)
+        # An empty sequence at the front has no last token: -1 becomes that of the row, which
+        # predicts nothing anyway.
+        last_q = (cu_seqlens[1:].to(ids_bs.device, torch.int64) - 1) % ids_bs.shape[1]
         targets_bs = targets_bs.index_fill(1, last_q, IGNORE)
     return targets_bs
 
