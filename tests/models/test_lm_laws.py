@@ -183,6 +183,15 @@ def test_an_empty_sequence_costs_no_prediction(borders):
     assert_same(want.detach(), lm.loss(ids, cu_seqlens=torch.tensor(borders)).detach())
 
 
+def test_the_bias_of_another_head_counts():
+    """A head that was put in with a bias has it in the loss as in the logits."""
+    lm, ids = model("mamba1 layernorm untied"), tokens(2, 9)
+    lm.lm_head = torch.nn.Linear(16, lm.lm_head.out_features, dtype=torch.float64)
+    torch.nn.init.normal_(lm.lm_head.bias)
+    want = F.cross_entropy(lm(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert_same(want.detach(), lm.loss(ids).detach())
+
+
 @pytest.mark.parametrize("plain", [True, False], ids=["plain head", "hooked head"])
 def test_loss_keeps_its_precision_and_counts_only_targets(plain):
     """A float64 model has a float64 loss behind any head; without a target the loss is 0."""
@@ -192,6 +201,7 @@ def test_loss_keeps_its_precision_and_counts_only_targets(plain):
     want = F.cross_entropy(lm(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert lm.loss(ids).dtype == torch.float64
     assert_same(want.detach(), lm.loss(ids).detach())
+    assert_same(want.detach(), lm.loss(ids.int()).detach())
     nothing = torch.full_like(ids, -100)
     assert lm.loss(ids, nothing).item() == 0.0
     assert lm.prefill_loss(ids, nothing).loss.item() == 0.0

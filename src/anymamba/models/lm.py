@@ -302,7 +302,8 @@ class MambaLM(nn.Module):
         return f"family={self.config.layer}, vocab_size={self.config.vocab_size}"
 
     def _loss_sum(self, hidden_bsd: Tensor, targets_bs: Tensor) -> Tensor:
-        if is_plain(self.lm_head, nn.Linear):
+        # Piece by piece there is no bias: official heads have none, a head put in later may.
+        if is_plain(self.lm_head, nn.Linear) and self.lm_head.bias is None:
             return head_loss_sum(hidden_bsd, self.lm_head.weight, targets_bs)
         return logits_loss_sum(self.lm_head(hidden_bsd), targets_bs)
 

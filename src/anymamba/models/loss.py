@@ -53,7 +53,8 @@ def head_loss_sum(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> 
 def logits_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross-entropy of logits that exist already; float32 for half types."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    targets = targets.flatten().to(torch.int64)
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")
 
 
 def mean_loss(total: Tensor, targets: Tensor) -> Tensor:
