@@ -59,9 +59,10 @@ def test_every_pair_may_turn(kind, impl):
 
 @IMPLS
 @KEYS
-def test_nothing_may_turn(kind, impl):
+@pytest.mark.parametrize("size", [22, 5])
+def test_nothing_may_turn(size, kind, impl):
     """Without turning units the rotation is still accumulated and receives its gradient."""
-    tensors = make(kind, size=22, channels=1, dtype=dtype_of(impl))
+    tensors = make(kind, size=size, channels=1, dtype=dtype_of(impl))
     with running(impl):
         assert_ways_agree(
             keys(kind, "reference", turns=False), keys(kind, called(impl), turns=False), tensors

@@ -81,7 +81,10 @@ def _angle(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         *tensors, cu_seqlens, b_eps, c_eps, pairing, turns = args
 
         def sizes(given: Tensors) -> list[int]:
-            return _sizes(given, turns, _PAIRINGS[pairing], b_eps, c_eps, 0.0)
+            # Rows in halves have an even width. Where nothing turns, any width goes and no entry
+            # has a partner: the kernel then reads rows from end to end.
+            kind = _PAIRINGS[pairing if turns else "interleaved"]
+            return _sizes(given, turns, kind, b_eps, c_eps, 0.0)
 
         return run(*tensors, cu_seqlens=cu_seqlens, sizes=sizes)
 
