@@ -54,6 +54,12 @@ def swap_data(lm: MambaLM) -> None:
         parameter.data = parameter.data * 1.2
 
 
+def other_model() -> MambaLM:
+    lm = model("mamba2")
+    lm.load_state_dict(other_values(lm))
+    return lm
+
+
 CHANGES = {
     "training": train,
     "load_state_dict": lambda lm: lm.load_state_dict(other_values(lm)),
@@ -64,6 +70,10 @@ CHANGES = {
         lm.backbone.layers[0], "mixer", model("mamba2", n_layer=1).backbone.layers[0].mixer
     ),
     "another head": lambda lm: setattr(lm, "lm_head", nn.Linear(12, 40, bias=False)),
+    "another backbone": lambda lm: setattr(lm, "backbone", other_model().backbone),
+    "other layers": lambda lm: setattr(lm.backbone, "layers", other_model().backbone.layers),
+    "another eps": lambda lm: setattr(lm.backbone.norm_f, "eps", 0.5),
+    "another clamp": lambda lm: setattr(lm.backbone.layers[0].mixer, "dt_limit", (0.5, 0.6)),
     "values that nobody counts": lambda lm: lm.backbone.norm_f.weight.data.mul_(2),
 }
 

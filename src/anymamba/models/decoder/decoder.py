@@ -29,14 +29,16 @@ class _Decoder:
 
     def __init__(self, lm: Any) -> None:
         """Compile the model."""
-        weights, backbone = Weights(), lm.backbone
+        weights = Weights()
+        backbone = weights.part(lm, "backbone")
         _check_stack(backbone)
         embedding = weights.module(backbone, "embedding", nn.Embedding, QuantizedEmbedding)
         if getattr(embedding, "max_norm", None) is not None:
             raise NotServed("the embedding renormalises its rows (max_norm)")
         table = weights.table(embedding)
         head = weights.matrix(lm, "lm_head")
-        found = [layer_of(weights, backbone.layers, place) for place in range(len(backbone.layers))]
+        layers = weights.part(backbone, "layers")
+        found = [layer_of(weights, layers, place) for place in range(len(layers))]
         self.weights, self.vocabulary, self.head_rows = weights, table.rows, head.rows
         self.mixers = [mixer for _, mixer in found]
         self.program = decode.program_of(

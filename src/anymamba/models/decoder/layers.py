@@ -43,10 +43,12 @@ def _convolution(weights: Weights, mixer: Any, out: decode.Layer) -> None:
 def _gate_norm(weights: Weights, mixer: Any, out: decode.Layer, size: int) -> None:
     norm = weights.module(mixer, "norm", RMSNormGated)
     out.gate_norm = decode.Norm(
-        weight=weights.vector(norm, "weight"), eps=norm.eps, kind=decode.NormKind.RMS
+        weight=weights.vector(norm, "weight"),
+        eps=weights.option(norm, "eps"),
+        kind=decode.NormKind.RMS,
     )
-    out.gate_group = norm.group_size or size
-    out.norm_before_gate = norm.norm_before_gate
+    out.gate_group = weights.option(norm, "group_size") or size
+    out.norm_before_gate = weights.option(norm, "norm_before_gate")
 
 
 def _mamba1(weights: Weights, mixer: Mamba, out: decode.Layer) -> None:
@@ -60,8 +62,8 @@ def _mamba1(weights: Weights, mixer: Mamba, out: decode.Layer) -> None:
     # exp(dt A) is a power of two of this.
     out.a = weights.vector(mixer, "A_log", lambda a_log: -a_log.exp() / math.log(2))
     out.skip = weights.vector(mixer, "D")
-    if mixer.bcdt_rms_eps is not None:
-        out.rates_eps = mixer.bcdt_rms_eps
+    if (eps := weights.option(mixer, "bcdt_rms_eps")) is not None:
+        out.rates_eps = eps
 
 
 def _grouped(weight: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def _mamba2(weights: Weights, mixer: Mamba2, out: decode.Layer) -> None:
     out.family, out.inner, out.state = 2, mixer.d_inner, mixer.d_state
     out.heads, out.headdim, out.groups = mixer.nheads, mixer.headdim, mixer.ngroups
     out.mlp, out.has_skip_per_channel = mixer.d_mlp, mixer.D_has_hdim
-    out.dt_low, out.dt_high = mixer.dt_limit
+    out.dt_low, out.dt_high = weights.option(mixer, "dt_limit")
     _convolution(weights, mixer, out)
     out.a = weights.vector(mixer, "A_log", lambda a_log: -a_log.exp())
     out.skip = weights.vector(mixer, "D")
@@ -86,23 +88,23 @@ def _mamba2(weights: Weights, mixer: Mamba2, out: decode.Layer) -> None:
 def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer) -> None:
     out.family, out.inner, out.state = 3, mixer.d_inner, mixer.d_state
     out.heads, out.headdim, out.groups = mixer.nheads, mixer.headdim, mixer.ngroups
-    out.rank, out.a_floor = mixer.mimo_rank, mixer.A_floor
-    out.is_heavy_tail = mixer.a_activation == "heavy_tail"
-    if mixer.dt_limit is not None:
-        out.dt_low, out.dt_high = mixer.dt_limit
+    out.rank, out.a_floor = mixer.mimo_rank, weights.option(mixer, "A_floor")
+    out.is_heavy_tail = weights.option(mixer, "a_activation") == "heavy_tail"
+    if (dt_limit := weights.option(mixer, "dt_limit")) is not None:
+        out.dt_low, out.dt_high = dt_limit
     out.skip = weights.vector(mixer, "D")
     out.dt_bias = weights.vector(mixer, "dt_bias")
     for name in ("B", "C"):
         norm = weights.module(mixer, f"{name}_norm", RMSNorm)
         setattr(out, f"{name.lower()}_norm", weights.vector(norm, "weight"))
-        setattr(out, f"{name.lower()}_eps", norm.eps)
+        setattr(out, f"{name.lower()}_eps", weights.option(norm, "eps"))
         setattr(out, f"{name.lower()}_bias", weights.vector(mixer, f"{name}_bias"))
     if mixer.is_mimo:
         for name in ("mimo_x", "mimo_z", "mimo_o"):
             setattr(out, name, weights.vector(mixer, name))
     if mixer.is_outproj_norm:
         _gate_norm(weights, mixer, out, mixer.headdim)
-    turn = mixer.rotation
+    turn = weights.option(mixer, "rotation")
     is_complex = turn.kind == "complex"
     kind = "QUATERNION" if not is_complex else turn.pairing.upper()
     out.rotation = decode.RotationKind[kind]

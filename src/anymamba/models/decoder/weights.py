@@ -72,6 +72,18 @@ class Weights:
         self._attributes.append(vars(found))
         return found
 
+    def part(self, parent: nn.Module, name: str) -> Any:
+        """Return a submodule that holds others and is not called itself."""
+        found = parent._modules[name]
+        self._watch(parent._modules, name, found)
+        return found
+
+    def option(self, module: nn.Module, name: str) -> Any:
+        """Return a plain attribute that became a number of the program."""
+        value = vars(module)[name]
+        self._watch(vars(module), name, value)
+        return value
+
     def matrix(self, parent: nn.Module, name: str) -> decode.Matrix:
         """Return a projection in its stored format."""
         linear = self.module(parent, name, nn.Linear, QuantizedLinear)
@@ -110,7 +122,7 @@ class Weights:
         return decode.Norm(
             weight=self.vector(module, "weight"),
             bias=None if is_rms else self.vector(module, "bias"),
-            eps=module.eps,
+            eps=self.option(module, "eps"),
             kind=decode.NormKind.RMS if is_rms else decode.NormKind.LAYER,
         )
 
