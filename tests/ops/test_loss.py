@@ -122,6 +122,29 @@ def test_autocast_multiplies_in_its_dtype(kind):
         assert_same(exact.bfloat16(), got.bfloat16(), "grad")
 
 
+def test_autocast_leaves_float64_alone():
+    """As torch's own linear does."""
+    (want,) = whole(*head_inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss,) = pieces()(*head_inputs())
+    assert_same(want, loss)
+
+
+@KINDS
+def test_rejects_wrong_targets_where_nobody_could_look(kind):
+    """A traced or mapped call meets its targets inside the operator, before any memory is read."""
+    logits = randn(2, ROWS, ENTRIES, seed=3, dtype=torch.float32)
+    targets_s = TARGETS.clone()
+    targets_s[2] = 100 * ENTRIES
+    torch._dynamo.reset()
+    traced = torch.compile(cross_entropy_rows, backend="eager", fullgraph=True)
+    with running(kind):
+        with pytest.raises((ShapeError, IndexError)):
+            traced(logits[0], targets_s)
+        with pytest.raises((ShapeError, IndexError)):
+            torch.vmap(lambda x: cross_entropy_rows(x, targets_s))(logits)
+
+
 @pytest.mark.parametrize("kernel", ["portable"])
 def test_operators_obey_their_schemas(kernel):
     """Bodies, fakes and schemas of the registered operators agree."""
@@ -159,3 +182,5 @@ def test_rejects_what_does_not_fit():
         cross_entropy_rows(hidden_sd, TARGETS % WIDTH, impl="native")
     with pytest.raises(DtypeError, match="logits"):
         cross_entropy_rows(hidden_sd.long(), TARGETS)
+    with pytest.raises(ShapeError, match="must have the axes"):
+        cross_entropy_rows(hidden_sd.unsqueeze(1), TARGETS)

@@ -10,9 +10,9 @@ from torch import Tensor
 from anymamba.errors import ConfigError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
 from anymamba.ops.loss.head import HeadLoss, checkpointed_loss, sum_of_losses
-from anymamba.ops.loss.portable import IGNORE
 from anymamba.ops.loss.reference import cross_entropy_reference
 from anymamba.ops.loss.schema import CROSS_ENTROPY_ROWS
+from anymamba.ops.loss.targets import IGNORE, check_entries
 from anymamba.ops.select import select_impl
 
 __all__ = ["IGNORE", "cross_entropy_rows", "head_cross_entropy"]
@@ -42,6 +42,11 @@ def cross_entropy_rows(logits_sw: Tensor, targets_s: Tensor, *, impl: str = "aut
     """
     where = "cross_entropy_rows"
     check_floats(where, {"logits": logits_sw})
+    if logits_sw.dim() != 2:
+        raise ShapeError(
+            f"{where}: logits must have the axes (rows, entries); got {tuple(logits_sw.shape)}. "
+            "Flatten what comes before the entries, targets likewise."
+        )
     _check_targets(where, targets_s, logits_sw.shape[0], logits_sw.shape[-1])
     guard(where, logits=logits_sw)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (logits_sw,))
@@ -87,7 +92,10 @@ def head_cross_entropy(
     if rows < 1:
         raise ConfigError(f"{where}: rows must be positive; got {rows}.")
     device = hidden_sd.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # As in torch, autocast leaves float64 alone.
+    is_wide = torch.float64 in (hidden_sd.dtype, weight_wd.dtype)
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocasts and not is_wide:
         dtype = torch.get_autocast_dtype(device)
         hidden_sd, weight_wd = hidden_sd.to(dtype), weight_wd.to(dtype)
     check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
@@ -117,11 +125,5 @@ def _check_targets(where: str, targets_s: Tensor, rows: int, entries: int) -> No
         raise ShapeError(
             f"{where}: targets must have one entry per row ({rows},); got {tuple(targets_s.shape)}."
         )
-    if _is_traced() or targets_s.device.type == "meta":
-        return
-    wrong_s = (targets_s != IGNORE) & ((targets_s < 0) | (targets_s >= entries))
-    if bool(wrong_s.any()):
-        raise ShapeError(
-            f"{where}: a target must lie in 0..{entries - 1} or be {IGNORE}; "
-            f"got {targets_s[wrong_s][0].item()}."
-        )
+    if not _is_traced() and targets_s.device.type != "meta":
+        check_entries(where, targets_s, entries)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from anymamba.ops.loss.targets import check_entries
 from anymamba.ops.native import check_storage, run_kernel
 
 __all__ = ["backward", "forward", "loss_and_gradient_", "refusal"]
@@ -15,6 +16,9 @@ def refusal(logits_sw: Tensor) -> str | None:
 
 def forward(logits_sw: Tensor, targets_s: Tensor) -> tuple[Tensor]:
     """Return the loss of each row; 0 where it does not count."""
+    # Here once more: a traced or mapped call had no values to look at, and the kernel would read
+    # (and write) wherever a wrong target points.
+    check_entries("cross_entropy_rows", targets_s, logits_sw.shape[1])
     return (_run(_by_rows(logits_sw), targets_s, None, None),)
 
 

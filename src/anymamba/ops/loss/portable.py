@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anymamba.ops.loss.targets import IGNORE
 from anymamba.ops.numerics import accumulate_dtype
 
 __all__ = ["backward", "composite", "forward", "loss_and_gradient_"]
-
-IGNORE = -100
 
 
 def forward(logits_sw: Tensor, targets_s: Tensor) -> tuple[Tensor]:
