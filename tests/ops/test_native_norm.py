@@ -178,3 +178,13 @@ def test_second_derivatives_exist_beside_the_kernel(kind):
             seconds.append(torch.autograd.grad(loss, leaves))
     for want, got in zip(*seconds, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_lazily_negated_weight_keeps_its_sign():
+    """The imaginary part of a conjugate has its sign beside its memory: no kernel reads it."""
+    x_sv, weight_v = randn(3, 8, seed=1, dtype=torch.float32), randn(8, seed=2, dtype=torch.float32)
+    negated_v = torch.complex(weight_v, weight_v).conj().imag
+    assert negated_v.is_neg()
+    assert torch.equal(-rms_norm(x_sv, weight_v, impl="portable"), rms_norm(x_sv, negated_v))
+    with pytest.raises(BackendError, match="resolve_neg"):
+        rms_norm(x_sv, negated_v, impl="native")

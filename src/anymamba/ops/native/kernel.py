@@ -37,8 +37,12 @@ def refusal_of(kernel: Kernel | None, tensors: Sequence[Tensor]) -> str | None:
         return why_not
     # A subclass (a fake tensor, a sharded one) has no memory that a kernel could read. A traced
     # call is different: it stops at the operator, which has a fake of its own.
-    if not torch.compiler.is_compiling() and any(type(t) not in _PLAIN for t in tensors):
-        return "the compiled kernels read plain tensors only"
+    if not torch.compiler.is_compiling():
+        if any(type(t) not in _PLAIN for t in tensors):
+            return "the compiled kernels read plain tensors only"
+        # The imaginary part of a conjugate lies in memory with the other sign.
+        if any(t.is_neg() for t in tensors):
+            return "the compiled kernels do not read lazily negated tensors (resolve_neg)"
     return kernel.refusal(*tensors)
 
 
