@@ -387,6 +387,30 @@ def test_rejects_prompts(lm, prompts, error, complaint):
         generate(lm, prompts, max_new_tokens=1)
 
 
+def test_functions_come_alone_in_a_list_or_from_an_iterator(lm):
+    """One function, a list of it and an iterator over it steer every token alike."""
+
+    def forbid_seven(_ids, logits_w):
+        logits_w[7] = -math.inf
+        return logits_w
+
+    def is_long(ids):
+        return len(ids) == 3
+
+    options = {"max_new_tokens": 6, "temperature": 3.0}
+    want = generate(lm, [[1], [2]], processors=[forbid_seven], stop=[is_long], **options)
+    assert {len(ids) for ids in want} == {3}
+    alone = generate(lm, [[1], [2]], processors=forbid_seven, stop=is_long, **options)
+    once = {"processors": iter([forbid_seven]), "stop": iter([is_long])}
+    assert want == alone == generate(lm, [[1], [2]], **once, **options)
+
+
+def test_a_wrong_seed_names_the_function_that_was_called(lm):
+    """The message opens with what the caller wrote."""
+    with pytest.raises(ConfigError, match="stream: seed must be"):
+        stream(lm, [1], max_new_tokens=1, seed=[1, 2])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
@@ -397,7 +421,9 @@ def test_rejects_prompts(lm, prompts, error, complaint):
         ({"stop_ids": ["</s>"]}, ConfigError, "stop_ids must be"),
         ({"stop_ids": 3}, ConfigError, "stop_ids must be"),
         ({"stop": "</s>"}, ConfigError, "stop must be"),
+        ({"stop": 3}, ConfigError, "stop must be"),
         ({"processors": [None]}, ConfigError, "processors must be"),
+        ({"processors": 3}, ConfigError, "processors must be"),
         ({"temperature": -1}, ConfigError, "temperature must be"),
         ({"cache": ()}, CacheError, "must be a ModelCache"),
         ({"processors": [lambda ids, x: x[:3]]}, ShapeError, r"shape \(61,\); got \(3,\)"),

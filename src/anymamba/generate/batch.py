@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Options(TypedDict, total=False):
     seed: int | Sequence[int]
     stop_ids: Iterable[int]
     stop: Stop | Sequence[Stop] | None
-    processors: Sequence[Processor]
+    processors: Processor | Sequence[Processor]
     cache: ModelCache | None
     prefill_chunk: int
     progress: Progress | None
@@ -53,14 +53,14 @@ class Request:
     sampling: SamplingConfig
     seed: int | Sequence[int] = 0
     stop_ids: Iterable[int] = ()
-    stop: Stop | Sequence[Stop] | None = None
+    stop: Sequence[Stop] = ()
     processors: Sequence[Processor] = ()
     cache: ModelCache | None = None
     prefill_chunk: int = 2048
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes and the kinds of the stop conditions."""
+        """Check the sizes and the stop ids."""
         for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -73,23 +73,10 @@ class Request:
                 f"{self.where}: stop_ids must be a list of token ids; got {self.stop_ids!r}. For "
                 "stop strings pass stop=, a function of the new ids."
             )
-        for name, functions in (("stop", self.stops), ("processors", self.processors)):
-            if not all(callable(function) for function in functions):
-                raise ConfigError(
-                    f"{self.where}: {name} must be a function or a list of functions; "
-                    f"got {getattr(self, name)!r}."
-                )
-
-    @property
-    def stops(self) -> Sequence[Stop]:
-        """The stop conditions on ids."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if callable(self.stop) else self.stop
 
     def finish_of(self, ids: list[int]) -> str | None:
         """Say why a row with these new ids is finished, or None."""
-        if ids[-1] in self.stop_ids or any(stop(ids) for stop in self.stops):
+        if ids[-1] in self.stop_ids or any(stop(ids) for stop in self.stop):
             return "stop"
         return "length" if len(ids) >= self.max_new_tokens else None
 
@@ -99,10 +86,26 @@ def request_of(where: str, max_new_tokens: int, **options: Unpack[Options]) -> R
     names = {field.name for field in fields(SamplingConfig)}
     sampling = SamplingConfig(**{n: v for n, v in options.items() if n in names})  # pyright: ignore[reportArgumentType]
     rest = {name: value for name, value in options.items() if name not in names}
+    # Lists are made once: an iterator would be empty at the second look.
     if isinstance(ids := rest.get("stop_ids"), Iterable):
-        # Made once: an iterator would be empty at the second look.
         rest["stop_ids"] = frozenset(ids)
+    for name in ("stop", "processors"):
+        rest[name] = _functions(where, name, rest.get(name))
     return Request(where=where, max_new_tokens=max_new_tokens, sampling=sampling, **rest)  # pyright: ignore[reportArgumentType]
+
+
+def _functions(where: str, name: str, given: object) -> tuple[Callable[..., Any], ...]:
+    """Return none, one or several functions as a tuple."""
+    if given is None:
+        return ()
+    functions: tuple[Any, ...] = (given,)
+    if isinstance(given, Iterable) and not callable(given):
+        functions = tuple(given)
+    if not all(callable(function) for function in functions):
+        raise ConfigError(
+            f"{where}: {name} must be a function or a list of functions; got {given!r}."
+        )
+    return functions
 
 
 @dataclass
@@ -124,7 +127,7 @@ class Batch:
     ) -> None:
         """Read the prompts."""
         self.lm, self.request, self.with_logprobs = lm, request, logprobs
-        generators = row_generators(request.seed, len(prompts))
+        generators = row_generators(request.where, request.seed, len(prompts))
         self.rows = [Row(place, random) for place, random in enumerate(generators)]
         logits_bw, self.cache = read_prompts(
             request.where, lm, prompts, request.cache, request.prefill_chunk, request.progress

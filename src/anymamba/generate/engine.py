@@ -49,7 +49,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop_ids: Iterable[int] = (),
     stop: Stop | Sequence[Stop] | None = None,
-    processors: Sequence[Processor] = (),
+    processors: Processor | Sequence[Processor] = (),
     cache: ModelCache | None = None,
     prefill_chunk: int = 2048,
     progress: Progress | None = None,

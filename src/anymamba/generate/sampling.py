@@ -254,7 +254,7 @@ def row_seed(seed: int, row: int) -> int:
     return seed if row == 0 else (seed + row * GOLDEN64) & MASK64
 
 
-def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
+def row_generators(where: str, seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
     """Return one generator per row, from one seed for all or from a list of one seed each.
 
     Raises:
@@ -266,7 +266,7 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
         seeds = list(seed) if isinstance(seed, Sequence) else []
         if len(seeds) != rows or not all(isinstance(s, int) for s in seeds):
             raise ConfigError(
-                f"generate: seed must be one integer, or one for each of the {rows} prompts; "
+                f"{where}: seed must be one integer, or one for each of the {rows} prompts; "
                 f"got {seed!r}."
             )
     return [torch.Generator().manual_seed(_scrambled(s)) for s in seeds]
