@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
+from anymamba.errors import BackendError, ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops import cross_entropy_rows, head_cross_entropy
-from kernels import EVERY_KIND, PRECISIONS, running
+from kernels import EVERY_KIND, NATIVE, PRECISIONS, running
 from laws import assert_same, assert_ways_agree, randn
 
 TARGETS = torch.tensor([3, -100, 0, 10, 5, 5, -100])
@@ -145,6 +145,13 @@ def test_rejects_wrong_targets_where_nobody_could_look(kind):
             torch.vmap(lambda x: cross_entropy_rows(x, targets_s))(logits)
 
 
+@pytest.mark.skipif(not NATIVE, reason="no compiled kernels")
+def test_native_refuses_a_transform_of_the_head():
+    """A transform is given formulas, so an explicit kernel is refused and not passed over."""
+    with pytest.raises(BackendError, match="impl='native' cannot serve"):
+        torch.func.grad(lambda *x: pieces(impl="native")(*x)[0])(*head_inputs(torch.float32))
+
+
 @pytest.mark.parametrize("kernel", ["portable"])
 def test_operators_obey_their_schemas(kernel):
     """Bodies, fakes and schemas of the registered operators agree."""
@@ -171,6 +178,10 @@ def test_rejects_what_does_not_fit():
         head_cross_entropy(hidden_sd, weight_wd, TARGETS[1:])
     with pytest.raises(DtypeError, match="targets must be int64"):
         head_cross_entropy(hidden_sd, weight_wd, TARGETS.int())
+    with pytest.raises(DeviceError, match="targets must be on the device"):
+        head_cross_entropy(hidden_sd, weight_wd, TARGETS.to("meta"))
+    with pytest.raises(DeviceError, match="targets must be on the device"):
+        cross_entropy_rows(hidden_sd.float(), TARGETS.to("meta"))
     for wrong in (-1, ENTRIES):
         targets_s = TARGETS.clone()
         targets_s[2] = wrong

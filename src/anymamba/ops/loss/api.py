@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.errors import ConfigError, DtypeError, ShapeError
+from anymamba.errors import BackendError, ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
 from anymamba.ops.loss.head import HeadLoss, checkpointed_loss, sum_of_losses
 from anymamba.ops.loss.reference import cross_entropy_reference
@@ -34,6 +34,7 @@ def cross_entropy_rows(logits_sw: Tensor, targets_s: Tensor, *, impl: str = "aut
     Raises:
         ShapeError: the shapes disagree, or a target is no entry of a row.
         DtypeError: logits are not floating point, or targets not int64.
+        DeviceError: targets are on another device.
         BackendError: `impl` cannot serve the call.
 
     Example:
@@ -47,7 +48,7 @@ def cross_entropy_rows(logits_sw: Tensor, targets_s: Tensor, *, impl: str = "aut
             f"{where}: logits must have the axes (rows, entries); got {tuple(logits_sw.shape)}. "
             "Flatten what comes before the entries, targets likewise."
         )
-    _check_targets(where, targets_s, logits_sw.shape[0], logits_sw.shape[-1])
+    _check_targets(where, targets_s, logits_sw, logits_sw.shape[1])
     guard(where, logits=logits_sw)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (logits_sw,))
     if kernel == "reference":
@@ -76,6 +77,7 @@ def head_cross_entropy(
     Raises:
         ShapeError: the shapes disagree, or a target is no token.
         DtypeError: an argument has the wrong kind of dtype.
+        DeviceError: the arguments are not on one device.
         ConfigError: `rows` is not positive.
         BackendError: `impl` cannot serve the call.
 
@@ -99,12 +101,17 @@ def head_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden_sd, weight_wd = hidden_sd.to(dtype), weight_wd.to(dtype)
     check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
-    _check_targets(where, targets_s, hidden_sd.shape[0], weight_wd.shape[0])
+    _check_targets(where, targets_s, hidden_sd, weight_wd.shape[0])
     guard(where, hidden=hidden_sd, weight=weight_wd)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (hidden_sd,))
     if kernel == "reference":
         return cross_entropy_reference(F.linear(hidden_sd, weight_wd), targets_s).sum()
     if _is_traced() or type(weight_wd) not in (Tensor, torch.nn.Parameter):
+        if kernel == "native":
+            raise BackendError(
+                f"{where}: impl='native' cannot serve this call: compilers, transforms and "
+                "subclasses of tensors are given formulas. Use impl='auto' or impl='portable'."
+            )
         return checkpointed_loss(hidden_sd, weight_wd, targets_s, rows)
     if torch.is_grad_enabled() and (hidden_sd.requires_grad or weight_wd.requires_grad):
         return HeadLoss.apply(  # pyright: ignore[reportReturnType]
@@ -118,9 +125,15 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def _check_targets(where: str, targets_s: Tensor, rows: int, entries: int) -> None:
+def _check_targets(where: str, targets_s: Tensor, like: Tensor, entries: int) -> None:
+    rows = like.shape[0]
     if targets_s.dtype != torch.int64:
         raise DtypeError(f"{where}: targets must be int64; got {targets_s.dtype}.")
+    if targets_s.device != like.device:
+        raise DeviceError(
+            f"{where}: targets must be on the device of what predicts them ({like.device}); "
+            f"got {targets_s.device}. Move them with .to({str(like.device)!r})."
+        )
     if targets_s.shape != (rows,):
         raise ShapeError(
             f"{where}: targets must have one entry per row ({rows},); got {tuple(targets_s.shape)}."
