@@ -130,3 +130,14 @@ def test_a_trained_model_loses_little(scheme, limit):
         plain = lm.loss(ids_bs)
         change = (quantize_lm(lm, scheme).loss(ids_bs) - plain).exp() - 1
     assert abs(float(change)) <= limit
+
+
+@SCHEMES
+def test_a_tied_head_stays_tied_on_another_device(scheme):
+    """Moved memory is still held once; an untied head stays untied."""
+    for is_tied in (True, False):
+        config = MambaConfig(d_model=8, n_layer=1, vocab_size=16, tie_embeddings=is_tied)
+        lm = quantize_lm(MambaLM(config), scheme).to("meta")
+        head, embedding = lm.lm_head, lm.backbone.embedding
+        assert head.values.device.type == head.scales.device.type == "meta"
+        assert (head.values is embedding.values) == (head.scales is embedding.scales) == is_tied

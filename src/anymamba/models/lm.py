@@ -104,6 +104,16 @@ class MambaLM(nn.Module):
         elif isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding):
             head.weight = embedding.weight
 
+    def _apply(self, fn, recurse=True):  # pyright: ignore
+        # A parameter stays one when it is moved. Buffers are moved one by one: a quantised head
+        # would part from its embedding and take its bytes twice.
+        embedding, head = self.backbone.embedding, self.lm_head
+        is_tied = isinstance(head, QuantizedLinear) and head.values is embedding.values
+        super()._apply(fn, recurse)
+        if is_tied:
+            self.tie_weights()
+        return self
+
     def forward(
         self,
         ids_bs: Tensor,
