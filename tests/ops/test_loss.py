@@ -46,6 +46,18 @@ def test_rows_equal_reference(dtype):
     )
 
 
+@pytest.mark.parametrize("impl", ["auto", "portable", "reference"])
+def test_a_row_that_does_not_count_may_hold_anything(impl):
+    """Its loss and its gradient are 0 even beside infinity and NaN."""
+    logits_sw = torch.full((2, 3), torch.inf)
+    logits_sw[1, 0] = torch.nan
+    logits_sw.requires_grad_()
+    losses_s = cross_entropy_rows(logits_sw, torch.tensor([-100, -100]), impl=impl)
+    losses_s.sum().backward()
+    assert losses_s.tolist() == [0, 0]
+    assert not logits_sw.grad.any()
+
+
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @PRECISIONS
 def test_head_in_pieces_equals_the_whole(rows, dtype):

@@ -13,6 +13,7 @@ def cross_entropy_reference(logits_sw: Tensor, targets_s: Tensor) -> Tensor:
     compute = accumulate_dtype(logits_sw.dtype)
     losses = []
     for row_w, target in zip(logits_sw.to(compute), targets_s.tolist(), strict=True):
-        loss = torch.logsumexp(row_w, 0) - row_w[target] if target >= 0 else 0 * row_w[0]
-        losses.append(loss)
+        # The sum of no entry is 0 whatever the row holds, and has a gradient of 0.
+        own = torch.logsumexp(row_w, 0) - row_w[target] if target >= 0 else row_w[:0].sum()
+        losses.append(own)
     return torch.stack(losses)
