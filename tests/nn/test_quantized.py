@@ -141,3 +141,13 @@ def test_a_tied_head_stays_tied_on_another_device(scheme):
         head, embedding = lm.lm_head, lm.backbone.embedding
         assert head.values.device.type == head.scales.device.type == "meta"
         assert (head.values is embedding.values) == (head.scales is embedding.scales) == is_tied
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(scheme, wrong):
+    """One infinity would turn its whole block into NaN."""
+    weight = torch.ones(2, 40)
+    weight[1, 3] = wrong
+    with pytest.raises(ConfigError, match="finite"):
+        quantize(weight, scheme)

@@ -15,7 +15,7 @@ from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.match import HEAD
 from anymamba.io.weights_file import WEIGHT_FILES, shards_of
 from anymamba.models import MambaLM, outline_quantized, quantized_modules
-from anymamba.nn import quantize
+from anymamba.nn import SCHEMES, quantize
 
 __all__ = [
     "SCHEME_KEY",
@@ -28,13 +28,14 @@ __all__ = [
 ]
 
 SCHEME_KEY = "anymamba_quantize"
-_SCHEMES = ("int8", "int4")
 
 
 def check_scheme(where: str, scheme: str | None) -> None:
     """Raise `ConfigError` unless a scheme is known, or None."""
-    if scheme is not None and scheme not in _SCHEMES:
-        raise ConfigError(f"{where}: quantize must be one of {_SCHEMES}; got {scheme!r}.")
+    if scheme is not None and scheme not in SCHEMES:
+        raise ConfigError(
+            f"{where}: quantize must be one of {', '.join(SCHEMES)}, or None; got {scheme!r}."
+        )
 
 
 def stored_scheme(where: str, directory: Path) -> str | None:
@@ -52,9 +53,9 @@ def stored_scheme(where: str, directory: Path) -> str | None:
             return None
         file = directory / shards[0]
     scheme = _metadata(where, file).get(SCHEME_KEY)
-    if scheme is not None and scheme not in _SCHEMES:
+    if scheme is not None and scheme not in SCHEMES:
         raise CheckpointError(
-            f"{where}: {str(file)!r} must be quantised as one of {', '.join(_SCHEMES)}; its header "
+            f"{where}: {str(file)!r} must be quantised as one of {', '.join(SCHEMES)}; its header "
             f"says {scheme!r}. Perhaps a newer version of anymamba wrote it."
         )
     return scheme

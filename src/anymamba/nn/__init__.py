@@ -30,7 +30,13 @@ from anymamba.nn.parallel import (
     gather_tensors,
     parallelize,
 )
-from anymamba.nn.quantized import QuantizedEmbedding, QuantizedLinear, dequantize, quantize
+from anymamba.nn.quantized import (
+    SCHEMES,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    dequantize,
+    quantize,
+)
 from anymamba.nn.registers import Cursor, Insertion, Marker, RegisterConfig, Registers
 from anymamba.nn.residual import MultiGate, MultiGateResidual, ResidualConfig, depth_init_bias
 from anymamba.nn.reversal import check_lengths, token_mask
@@ -45,6 +51,7 @@ Mamba1 = Mamba
 __all__ = [
     "MHA",
     "MIXERS",
+    "SCHEMES",
     "BidirectionalConfig",
     "BidirectionalStack",
     "Block",

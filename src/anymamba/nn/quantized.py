@@ -42,6 +42,10 @@ def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
         Integers (rows, blocks, 32) as int8 or (rows, blocks, 16) as uint8, and scales
         (rows, blocks) as bfloat16.
 
+    Raises:
+        ConfigError: the scheme is unknown, or a weight is not finite.
+        ShapeError: the weight is no matrix.
+
     Example:
         >>> values, scales = quantize(torch.tensor([[1.0, -127.0]]), "int8")
         >>> values[0, 0, :3].tolist(), scales.tolist()
@@ -51,6 +55,11 @@ def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     check_scheme(where, scheme)
     if weight.dim() != 2:
         raise ShapeError(f"{where}: a matrix must have two axes; got {tuple(weight.shape)}.")
+    if not bool(weight.isfinite().all()):
+        raise ConfigError(
+            f"{where}: weights must be finite; got NaN or infinity, which no scale can hold. "
+            "Load another checkpoint, or keep this layer in floating point."
+        )
     blocks = F.pad(weight.detach().float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     best_scale = best_error = None
     for shrink in _SHRINKS[scheme]:

@@ -74,7 +74,7 @@ class HeadLoss(torch.autograd.Function):
                 hidden_sd, weight_wd, targets_s, rows, fused, ctx.needs_input_grad
             )
         # Not saved tensors: the first backward scales them in place, and nobody else may see it.
-        ctx.grads = grads
+        ctx.grads, ctx.rows = grads, rows
         ctx.save_for_backward(hidden_sd, weight_wd, targets_s)
         return total
 
@@ -84,7 +84,7 @@ class HeadLoss(torch.autograd.Function):
         hidden_sd, weight_wd, targets_s = ctx.saved_tensors
         grads, ctx.grads = ctx.grads, None
         if torch.is_grad_enabled() or grads is None:
-            grads = _again(grad, hidden_sd, weight_wd, targets_s, ctx.needs_input_grad)
+            grads = _again(grad, hidden_sd, weight_wd, targets_s, ctx.rows, ctx.needs_input_grad)
         else:
             for one in grads:
                 if one is not None:
@@ -123,11 +123,16 @@ def _with_gradients(
 
 
 def _again(
-    grad: Tensor, hidden_sd: Tensor, weight_wd: Tensor, targets_s: Tensor, needs: tuple[bool, ...]
+    grad: Tensor,
+    hidden_sd: Tensor,
+    weight_wd: Tensor,
+    targets_s: Tensor,
+    rows: int,
+    needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), full_precision(hidden_sd):
         wanted = [t for t, needed in zip((hidden_sd, weight_wd), needs[:2], strict=True) if needed]
-        loss = composite_loss(hidden_sd, weight_wd, targets_s)
+        loss = checkpointed_loss(hidden_sd, weight_wd, targets_s, rows)
         found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=create_graph))
     return [next(found) if needed else None for needed in needs[:2]]

@@ -16,4 +16,4 @@ def cross_entropy_reference(logits_sw: Tensor, targets_s: Tensor) -> Tensor:
         # The sum of no entry is 0 whatever the row holds, and has a gradient of 0.
         own = torch.logsumexp(row_w, 0) - row_w[target] if target >= 0 else row_w[:0].sum()
         losses.append(own)
-    return torch.stack(losses)
+    return torch.stack(losses) if losses else logits_sw.new_zeros(0, dtype=compute)
