@@ -6,21 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trapezoid_cases import KINDS, PATHWAYS, how, scan, scan_inputs
 
 from anymamba.errors import AnyMambaError, NonFiniteError
 from anymamba.ops import (
-    SsdPath,
     TrapezoidCoefficients,
     TrapezoidState,
-    angle_increment,
-    cumulate_angles,
-    gated_rms_norm,
-    quaternion_conjugate,
-    quaternion_from_vector,
-    quaternion_multiply,
-    quaternion_normalize,
-    rotate_blocks,
-    rotate_pairs,
     ssd_core,
     trapezoid_coefficients,
     trapezoid_fixed_point,
@@ -28,43 +19,8 @@ from anymamba.ops import (
     trapezoid_step,
 )
 from anymamba.settings import override
-from golden import check_golden, golden_case
-from kernels import NATIVE, PRECISIONS, dtype_of, is_native, running
-from laws import assert_same, assert_ways_agree, error_of, rand, randn
-
-KINDS = ["minimal", "serial", "serial_recalculated", *NATIVE]
-PATHWAYS = ["single", "double"]
-
-
-def scan_inputs(b=2, s=7, m=2, h=4, g=2, p=3, r=4, rows=None, dtype=torch.float64):
-    """Return v, b, c, dt, da, lam and a random state: ssm, k, v."""
-    rows = rows or b
-    dt = rand(b, s, h, seed=4, low=0.05, dtype=dtype)
-    return [
-        randn(b, s, m, h, p, seed=1, dtype=dtype),
-        randn(b, s, m, g, r, seed=2, dtype=dtype),
-        randn(b, s, m, g, r, seed=3, dtype=dtype),
-        dt,
-        -dt * rand(b, s, h, seed=5, low=0.1, dtype=dtype),
-        rand(b, s, h, seed=6, dtype=dtype),
-        randn(rows, h, p, r, seed=7, dtype=dtype),
-        randn(rows, m, g, r, seed=8, dtype=dtype),
-        randn(rows, m, h, p, seed=9, dtype=dtype),
-    ]
-
-
-def scan(**options):
-    def run(v, b, c, dt, da, lam, *state):
-        coefficients = TrapezoidCoefficients(dt, da, lam)
-        y, state = trapezoid_scan(v, b, c, coefficients, TrapezoidState(*state), **options)
-        return (y, *state)
-
-    return run
-
-
-def how(kind, length):
-    """Return the options that choose an implementation."""
-    return {"impl": "native"} if is_native(kind) else {"path": SsdPath(kind, length)}
+from kernels import dtype_of, running
+from laws import assert_same, assert_ways_agree, randn
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,212 +140,6 @@ def test_heavy_tail_has_slope_one_at_zero():
     zero = torch.zeros(1)
     trapezoid_coefficients(zero, x, zero, zero, a_floor=1e-3).da.backward()
     assert torch.allclose(x.grad, torch.tensor(-math.log(2.0)))
-
-
-def official_scan(inputs, *, rank, cu_seqlens=None, **options):
-    """Compose our operators into the semantics of the official fused Mamba-3 kernels."""
-    mimo = rank is not None
-    v, heads = inputs["V"], inputs["V"].shape[2]
-    q, k = (inputs[name] if mimo else inputs[name].unsqueeze(2) for name in ("Q", "K"))
-    q_bias, k_bias = (
-        inputs[f"{name}_bias"].transpose(0, 1) if mimo else inputs[f"{name}_bias"].unsqueeze(0)
-        for name in ("Q", "K")
-    )
-    dt, da, trap = (inputs[name].transpose(1, 2) for name in ("DT", "ADT", "Trap"))
-    rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    groups, angles = q.shape[3], inputs["Angles"].shape[-1]
-    start = inputs.get("angle0", v.new_zeros(rows, heads, angles))
-    increment = angle_increment(inputs["Angles"], dt.unsqueeze(-1))
-    angle, last_angle = cumulate_angles(increment, start, cu_seqlens=cu_seqlens)
-    pairing = "half_split" if mimo else "interleaved"
-
-    def prepare(x, bias):
-        x = x.repeat_interleave(heads // groups, 3) + bias
-        return rotate_pairs(x, angle.unsqueeze(2), pairing)
-
-    values = v.unsqueeze(2)
-    if mimo:
-        values = values * inputs["MIMO_V"].transpose(0, 1)
-    state = None
-    if "ssm0" in inputs:
-        state = TrapezoidState(inputs["ssm0"], inputs["k0"].unsqueeze(1), inputs["v0"].unsqueeze(1))
-    y, last = trapezoid_scan(
-        values, prepare(k, k_bias), prepare(q, q_bias),
-        TrapezoidCoefficients(dt, da, trap.sigmoid()), state, cu_seqlens=cu_seqlens, **options,
-    )  # fmt: skip
-    if "D" in inputs:
-        y = y + inputs["D"][:, None] * values
-    if "Z" in inputs:
-        gate = inputs["Z"].unsqueeze(2)
-        if mimo:
-            gate = gate * inputs["MIMO_Z"].transpose(0, 1)
-        if "norm_weight" in inputs:
-            width = v.shape[-1]
-            flat = (x.flatten(-2) for x in (y, gate.expand_as(y)))
-            normed = gated_rms_norm(
-                *flat, inputs["norm_weight"], group_size=width, norm_before_gate=True
-            )
-            y = normed.view(y.shape)
-        else:
-            y = y * torch.nn.functional.silu(gate)
-    if "MIMO_Out" in inputs:
-        y = (y * inputs["MIMO_Out"].transpose(0, 1)).sum(2)
-    elif not mimo:
-        y = y.squeeze(2)
-    ends = v[:, -1] if cu_seqlens is None else v[0, cu_seqlens[1:].long() - 1]
-    last_k = last.k_bmgr if mimo else last.k_bmgr.squeeze(1)
-    return {"out": y, "angle": last_angle, "ssm": last.ssm_bhpr, "k": last_k, "v": ends}
-
-
-@PRECISIONS
-@pytest.mark.parametrize("pathway", PATHWAYS)
-@pytest.mark.parametrize("name", ["states", "nostate_rope1_gqa", "bare", "L1_state", "varlen"])
-def test_siso_scan_equals_official(name, pathway, dtype):
-    """The composed SISO scan reproduces the official kernel: values, four states, gradients."""
-    case = golden_case("ops/mamba3_siso", name)
-    inputs = case.cast(dtype)
-    outputs = official_scan(inputs, rank=None, pathway=pathway, cu_seqlens=inputs.get("cu_seqlens"))
-    check_golden(case, inputs, outputs, angles=("angle",))
-
-
-@PRECISIONS
-@pytest.mark.parametrize("pathway", PATHWAYS)
-@pytest.mark.parametrize("name", ["reduce_z", "noreduce_noz", "fused_norm_gqa_rope1", "varlen"])
-def test_mimo_scan_equals_official(name, pathway, dtype):
-    """The composed MIMO scan reproduces the official kernel: values, four states, gradients."""
-    case = golden_case("ops/mamba3_mimo", name)
-    inputs = case.cast(dtype)
-    rank = inputs["Q"].shape[2]
-    outputs = official_scan(inputs, rank=rank, pathway=pathway, cu_seqlens=inputs.get("cu_seqlens"))
-    check_golden(case, inputs, outputs, angles=("angle",))
-
-
-@PRECISIONS
-@pytest.mark.parametrize(("name", "pairing"), [("siso", "interleaved"), ("mimo", "half_split")])
-def test_step_equals_official(name, pairing, dtype):
-    """The composed one-token update reproduces the official decode kernels."""
-    case = golden_case("ops/steps", f"mamba3_{name}")
-    i = case.cast(dtype)
-    angle = i["angle0"] + angle_increment(i["angle_proj"], i["dt"].unsqueeze(-1))
-    b, c = (rotate_pairs(i[x] + i[f"{x}_bias"], angle.unsqueeze(1), pairing) for x in "BC")
-    v, before = (x.unsqueeze(1) * i["xproj"] for x in (i["x"], i["v0"]))
-    coefficients = TrapezoidCoefficients(i["dt"], i["dt"] * i["A"], i["trap"])
-    y, state = trapezoid_step(v, b, c, coefficients, TrapezoidState(i["ssm0"], i["k0"], before))
-    y = (y + i["D"][:, None] * v) * torch.nn.functional.silu(i["z"].unsqueeze(1) * i["zproj"])
-    y = (y * i["outproj"]).sum(1)
-    outputs = {"y": y, "ssm": state.ssm_bhpr, "k": state.k_bmgr, "angle": angle}
-    check_golden(case, i, outputs, angles=("angle",))
-
-
-def unrolled(v, b, c, coefficients, turn, steps):
-    """Feed one token `steps` times; `turn(x, n)` rotates by n increments."""
-    rows, _, heads, width = v.shape
-    state = TrapezoidState(
-        v.new_zeros(rows, heads, width, b.shape[-1]), torch.zeros_like(b), torch.zeros_like(v)
-    )
-    for n in range(1, steps + 1):
-        y, state = trapezoid_step(v, turn(b, n), turn(c, n), coefficients, state)
-    return y
-
-
-def token(m=2, a_low=0.05):
-    dt = rand(1, 2, seed=1, low=0.3)
-    da = -dt * rand(1, 2, seed=2, low=a_low)
-    vectors = randn(1, m, 2, 3, seed=4), randn(1, m, 2, 12, seed=5), randn(1, m, 2, 12, seed=6)
-    return *vectors, TrapezoidCoefficients(dt, da, rand(1, 2, seed=3))
-
-
-@pytest.mark.parametrize("pairing", ["interleaved", "half_split"])
-@pytest.mark.parametrize("angles", [0, 3, 6])
-def test_fixed_point_is_the_unrolled_limit_of_complex_rotation(pairing, angles):
-    """Feeding the same token for ever converges to the closed form, partial rotation included."""
-    v, b, c, coefficients = token()
-    angle = randn(1, 2, angles, seed=7) if angles else None
-
-    def turn(x, n):
-        return rotate_pairs(x, (n * angle).unsqueeze(1), pairing) if angles else x
-
-    want = unrolled(v, b, c, coefficients, turn, 2000)
-    got = trapezoid_fixed_point(v, b, c, coefficients, angle_bha=angle, pairing=pairing)
-    assert_same(want, got)
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_fixed_point_is_the_unrolled_limit_of_quaternion_rotation(blocks):
-    """The same for blocks of four turned by unit quaternions."""
-    v, b, c, coefficients = token()
-    q = quaternion_from_vector(randn(1, 2, blocks, 3, seed=8))
-    powers = [q]
-    for _ in range(1999):
-        powers.append(quaternion_normalize(quaternion_multiply(q, powers[-1])))
-
-    def turn(x, n):
-        return rotate_blocks(x, powers[n - 1].unsqueeze(1))
-
-    want = unrolled(v, b, c, coefficients, turn, 2000)
-    assert_same(want, trapezoid_fixed_point(v, b, c, coefficients, quaternion_bhj4=q))
-
-
-@pytest.mark.parametrize("gap", [1e-2, 1e-4, 1e-6])
-@PRECISIONS
-def test_fixed_point_is_exact_near_alpha_one(gap, dtype):
-    """For alpha up to 1 - 1e-6 the closed form equals a float64 linear solve, in float32 too."""
-    angle = torch.tensor([0.0, 1e-5, 1e-3, 1.0])
-    dt, lam = 0.7, 0.3
-    da = math.log1p(-gap)
-    alpha, gamma = 1 - gap, lam * dt
-    beta = (1 - lam) * dt * alpha
-    key = randn(8, seed=1)
-    cos, sin = angle.double().cos(), angle.double().sin()
-    back = torch.block_diag(
-        *(torch.tensor([[c, s], [-s, c]]) for c, s in zip(cos, sin, strict=True))
-    ).double()
-    eye = torch.eye(8).double()
-    settled = (gamma * eye + beta * back) @ torch.linalg.solve(eye - alpha * back, key)
-    want = settled[:, None]
-    coefficients = TrapezoidCoefficients(
-        *(torch.full((8, 1), x, dtype=dtype) for x in (dt, da, lam))
-    )
-    got = trapezoid_fixed_point(
-        torch.ones(8, 1, 1, 1, dtype=dtype),
-        key.to(dtype).expand(8, 1, 1, 8).contiguous(),
-        torch.eye(8, dtype=dtype).view(8, 1, 1, 8),
-        coefficients,
-        angle_bha=angle.to(dtype).expand(8, 1, 4),
-    )
-    # The solve itself is only good to the condition number 1 / gap.
-    limit = 1e-15 / gap + (1e-5 if dtype == torch.float32 else 0)
-    assert error_of(want, got.view(8, 1)) <= limit
-
-
-def test_fixed_point_quaternion_is_exact_near_alpha_one():
-    """The quaternion form agrees with the complex one about a single axis, near alpha = 1."""
-    angle = torch.tensor([[[0.0, 1e-4, 0.5]]])
-    coefficients = TrapezoidCoefficients(*(torch.full((1, 1), x) for x in (0.7, -1e-6, 0.3)))
-    b, c, v = (
-        randn(1, 1, 1, 12, seed=1).float(),
-        randn(1, 1, 1, 12, seed=2).float(),
-        torch.ones(1, 1, 1, 1),
-    )
-    half = angle.unsqueeze(-1)
-    q = torch.cat([half.cos(), half.sin(), torch.zeros(1, 1, 3, 2)], -1)
-    # About the first axis a block turns its two pairs by the half angle; keys use the inverse.
-    want = trapezoid_fixed_point(v, b, c, coefficients, angle_bha=-angle.repeat_interleave(2, -1))
-    assert_same(want, trapezoid_fixed_point(v, b, c, coefficients, quaternion_bhj4=q))
-    assert_same(quaternion_conjugate(quaternion_conjugate(q)), q)
-
-
-def test_gradients_pass_through_the_fixed_point():
-    """The closed form is differentiable in everything, finite at a zero angle."""
-    v, b, c, coefficients = token()
-    angle = randn(1, 2, 3, seed=7)
-    angle[0, 0, 0] = 0
-
-    def run(v, b, c, dt, da, lam, angle):
-        return trapezoid_fixed_point(v, b, c, TrapezoidCoefficients(dt, da, lam), angle_bha=angle)
-
-    inputs = [x.clone().requires_grad_() for x in (v, b, c, *coefficients, angle)]
-    assert torch.autograd.gradcheck(run, inputs)
 
 
 def test_rejects_bad_input():
