@@ -87,5 +87,6 @@ def _spread(x_bsmgr: Tensor, weight_gr: Tensor, bias_hmr: Tensor, eps: float) ->
         x_bsmgr.flatten(-2), weight_gr.flatten(), eps=eps, group_size=size, impl="portable"
     )
     x_bsmg1r = flat.unflatten(-1, (groups, 1, size))
-    bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (groups, -1))
+    # Not a transpose: its gradient would have other strides than the bias, and DDP warns of that.
+    bias_mger = torch.stack(bias_hmr.unbind(1)).unflatten(1, (groups, -1))
     return torch.add(x_bsmg1r, bias_mger).to(x_bsmgr.dtype).flatten(3, 4)
