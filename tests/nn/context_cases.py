@@ -25,6 +25,8 @@ from anymamba.nn import (
     VirtualLayers,
     context_parallel,
 )
+from measure_traffic import BLOCKS as MEASURED
+from measure_traffic import LENGTHS, sent_in_a_step
 from simulate_parallel import Model, sent_by_inner_rank
 from worlds import main, worst_of
 
@@ -164,16 +166,11 @@ def state_error(alone: nn.Module, name: str, kind: str, u: Tensor, mine: Any, be
     )
 
 
-def traffic_error() -> float:
-    """Return 0 if a step sends the same bytes whatever the length, as many as the states have."""
-    sent = []
-    for length in (1024, 65536) if dist.get_world_size() == 2 else (8, 64, 512):
-        block = build("siso", torch.float32)
-        ring = context_parallel(block)
-        block(torch.ones(1, length, WIDTH)).sum().backward()
-        sent.append((ring.traffic.bytes, ring.traffic.messages))
-    is_edge = dist.get_rank() in (0, dist.get_world_size() - 1)
-    return float(len(set(sent)) - 1) + float(not sent[0][0]) * (not is_edge)
+def traffic_error(name: str) -> float:
+    """Return 0 if a step sends the same bytes and messages whatever the length, and sends some."""
+    lengths = LENGTHS if dist.get_world_size() == 2 else (16, 64, 512)
+    sent = {sent_in_a_step(name, length) for length in lengths}
+    return float(len(sent) != 1 or 0 in sent.pop())
 
 
 def traffic_off_paper() -> float:
@@ -237,7 +234,8 @@ for stack_name in STACKS:
             n, k, torch.float64
         )
     CHECKS[f"{stack_name}, float32"] = lambda n=stack_name: judged(n, "rows", torch.float32)
-CHECKS["traffic"] = traffic_error
+for measured_name in MEASURED:
+    CHECKS[f"traffic, {measured_name}"] = lambda n=measured_name: traffic_error(n)
 CHECKS["traffic on paper"] = traffic_off_paper
 CHECKS["refused"] = refused
 

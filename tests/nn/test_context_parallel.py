@@ -30,7 +30,7 @@ def found(request, tmp_path_factory) -> dict[str, float | str]:
 def test_shards_equal_the_whole(found: dict[str, float | str], name: str):
     """Values, states after each shard and all gradients equal those of one process.
 
-    The last two checks: no message grows with the length, and what cannot be shared is refused.
+    The last checks: no message grows with the length, and what cannot be shared is refused.
     """
     assert name in found, (
         f"an earlier check broke off: {[x for x in found.values() if isinstance(x, str)]}"
