@@ -42,7 +42,8 @@ def sent_in_a_step(name: str, length: int) -> tuple[int, int]:
 
 def _measure(folder: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), size)
+    file = str(Path(folder) / "store")
+    store = dist.FileStore(file, size)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )

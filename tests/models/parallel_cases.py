@@ -9,10 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from anymamba.models import LanguageLoss, MambaConfig, MambaLM
-from anymamba.nn import gather_tensors, parallelize
+from anymamba.nn import (
+    fill_tensors,
+    gather_tensors,
+    line_mesh,
+    official_shards,
+    parallelize,
+)
 from worlds import main, worst_of
 
 MAMBA2 = {"layer": "Mamba2", "d_state": 4, "headdim": 4}
@@ -39,10 +45,17 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, int], bool]]] = {
         "tp": ({"tp": 4}, False),
         "cp x ddp": ({"dp": 2, "cp": 2}, False),
         "cp x fsdp": ({"dp": 2, "cp": 2}, True),
+        "ddp x tp": ({"dp": 2, "tp": 2}, False),
         "fsdp x tp": ({"dp": 2, "tp": 2}, True),
         "cp x tp": ({"cp": 2, "tp": 2}, True),
     },
+    8: {
+        "cp x ddp x tp": ({"dp": 2, "cp": 2, "tp": 2}, False),
+        "cp x fsdp x tp": ({"dp": 2, "cp": 2, "tp": 2}, True),
+    },
 }
+# Eight processes share the machine: a few families, and only what is new with three axes.
+FEW = {8: ("mamba1", "mamba2", "mlp")}
 BATCH, LENGTH = 4, 16
 
 
@@ -70,6 +83,14 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
+def rows_here(mesh: DeviceMesh) -> slice:
+    """Return the rows of the batch that this rank is given."""
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        return slice(None)
+    many, rank = BATCH // mesh["dp"].size(), mesh["dp"].get_local_rank()
+    return slice(rank * many, (rank + 1) * many)
+
+
 def gradients(lm: MambaLM) -> dict[str, Tensor]:
     """Return a model's gradients, whole and by official names."""
     named = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
@@ -89,14 +110,36 @@ def judged(name: str, axes: dict[str, int], shard: bool) -> float:
     for key, weight in alone.state_dict().items():
         assert torch.equal(weight, together[key]), key
     assert together.keys() == alone.state_dict().keys()
-    rows = slice(None)
-    if "dp" in axes:
-        many = BATCH // axes["dp"]
-        rows = slice(mesh["dp"].get_local_rank() * many, (mesh["dp"].get_local_rank() + 1) * many)
-    loss = model(ids[rows], targets[rows])
+    loss = model(*(x[rows_here(mesh)] for x in (ids, targets)))
     loss.backward()
     want = {n: p.grad for n, p in alone.named_parameters()} | {"loss": expected_loss}
     return worst_of(want, gradients(lm) | {"loss": loss})
+
+
+def official(name: str, axes: dict[str, int], shard: bool) -> float:
+    """Return 0 if official tensors fill a parallel model and come out of it, bit for bit.
+
+    The same for a moment of each weight, and for a number that belongs to it.
+    """
+    alone, random = build(name), torch.Generator().manual_seed(4)
+    weights = dict(alone.named_parameters())
+    for weight in weights.values():
+        weight.data = torch.randn(weight.shape, generator=random)
+    wanted = dict(alone.state_dict())
+    wanted |= {f"{n}/moment": torch.randn(p.shape, generator=random) for n, p in weights.items()}
+    wanted |= {f"{n}/step": torch.tensor(7.0) for n in weights}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    lm = build(name)
+    parallelize(LanguageLoss(lm, mesh), mesh, shard=shard)
+    into = dict(lm.state_dict())
+    into |= {f"{n}/moment": torch.zeros_like(p) for n, p in lm.named_parameters()}
+    into |= {f"{n}/step": torch.zeros(()) for n, _ in lm.named_parameters()}
+    assert fill_tensors(lm, wanted, into) == into.keys()
+    shards = official_shards(lm, into, line_mesh(mesh))
+    for found in (gather_tensors(lm, into), gather_tensors(alone, shards)):
+        assert found.keys() == wanted.keys()
+        assert [key for key, x in wanted.items() if not torch.equal(x, found[key])] == []
+    return 0.0
 
 
 def packed_over_ranks() -> float:
@@ -116,7 +159,7 @@ def packed_over_ranks() -> float:
     return worst_of(want, gradients(lm) | {"loss": loss})
 
 
-def half_precision(name: str) -> float:
+def half_precision(name: str, axes: dict[str, int]) -> float:
     """Return how much farther from float32 sharded bfloat16 is than one process in bfloat16.
 
     Sensitive parameters must be float32 inside the forward, matrices bfloat16.
@@ -128,20 +171,19 @@ def half_precision(name: str) -> float:
     for model, found in ((exact, true), (alone, expected)):
         found["loss"].backward()
         found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     lm = build(name)
     model = parallelize(LanguageLoss(lm, mesh), mesh, shard=True, param_dtype=torch.bfloat16)
     seen: dict[str, torch.dtype] = {}
 
     def look(block: Any, *_: Any) -> None:
-        seen.update({n: p.dtype for n, p in block.named_parameters(recurse=False)})
+        own = block.named_parameters(recurse=False)
+        seen.update({n.removesuffix("_own"): p.dtype for n, p in own})
         seen["in_proj"] = block.in_proj.weight.dtype
 
     mixer = lm.backbone.layers[0].mixer
     mixer.out_proj.register_forward_pre_hook(lambda *_: look(mixer))
-    many = BATCH // dist.get_world_size()
-    rows = slice(dist.get_rank() * many, (dist.get_rank() + 1) * many)
-    loss = model(ids[rows], targets[rows])
+    loss = model(*(x[rows_here(mesh)] for x in (ids, targets)))
     loss.backward()
     sensitive = {n: d for n, d in seen.items() if n != "in_proj"}
     assert {"D", "dt_bias", "A_log"} & sensitive.keys(), seen
@@ -179,12 +221,6 @@ def refused() -> float:
         (odd, line["tp"], {}, "divide the heads"),
         (odd, init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)), {}, "must be named"),
         (odd, line["dp"], {"param_dtype": torch.bfloat16}, "needs shard=True"),
-        (
-            odd,
-            init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp")),
-            {},
-            "Use shard=True",
-        ),
     ]
     for model, mesh, options, words in cases:
         try:
@@ -199,12 +235,19 @@ def checks(size: int) -> dict[str, Callable[[], float]]:
     """Return what a world of this many ranks checks."""
     found: dict[str, Callable[[], float]] = {}
     for layout, (axes, shard) in LAYOUTS[size].items():
-        for name in FAMILIES:
+        for name in FEW.get(size, FAMILIES):
             found[f"{layout}: {name}"] = lambda n=name, a=axes, s=shard: judged(n, a, s)
+            if "tp" in axes:
+                found[f"official {layout}: {name}"] = lambda n=name, a=axes, s=shard: official(
+                    n, a, s
+                )
+    if size in FEW:
+        return found
     found["packed"] = packed_over_ranks
+    halves: dict[int, dict[str, int]] = {2: {"dp": 2}, 4: {"dp": 2, "tp": 2}}
+    for name in FAMILIES:
+        found[f"bfloat16: {name}"] = lambda n=name: half_precision(n, halves[size])
     if size == 2:
-        for name in ("mamba1", "mamba2", "mimo", "mlp"):
-            found[f"bfloat16: {name}"] = lambda n=name: half_precision(n)
         found["verbs"] = verbs_of_shards
     else:
         found["refused"] = refused

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from parallel_cases import checks
+from parallel_cases import LAYOUTS, checks
 
 from worlds import run_world
 
@@ -21,13 +21,13 @@ LIMIT = {"bfloat16": 2.0}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, dict[str, float | str]]:
-    """What worlds of 2 and 4 ranks found."""
+    """What worlds of several sizes found."""
     script = Path(__file__).with_name("parallel_cases.py")
-    return {size: run_world(script, size, tmp_path_factory.mktemp("world")) for size in (2, 4)}
+    return {size: run_world(script, size, tmp_path_factory.mktemp("world")) for size in LAYOUTS}
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(size, name) for size in (2, 4) for name in checks(size)]
+    ("size", "name"), [(size, name) for size in LAYOUTS for name in checks(size)]
 )
 def test_ranks_equal_one_process(found: dict[int, dict[str, float | str]], size: int, name: str):
     """Loss and gradients agree to 1e-5 in float32, and gathered weights are bit-equal."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anymamba.errors import BackendError
 
-__all__ = ["Piece", "copy_in", "gathered", "split_module", "sum_out", "sum_over", "whole"]
+__all__ = ["Piece", "copy_in", "split_module", "sum_out", "sum_over", "whole"]
 
 OWN, SHARED = "_own", "_shared"
 
@@ -41,6 +41,36 @@ class Piece:
     shared: Tensor | None
     order: Tensor | None
     is_partial: bool
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The official rows of each part, by the ending of its name."""
+        both = {OWN: self.own, SHARED: self.shared}
+        return {ending: rows for ending, rows in both.items() if rows is not None}
+
+    def parts(self, official: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a whole tensor, by the endings of their names.
+
+        A number, such as a count of steps, is that of every part.
+        """
+        if official.dim() == 0:
+            return dict.fromkeys(self.rows, official)
+        return {
+            ending: official.index_select(self.dim, rows.to(official.device))
+            for ending, rows in self.rows.items()
+        }
+
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Put whole parts together: the inverse of `parts`, bit for bit."""
+        like = parts[next(iter(self.rows))]
+        if like.dim() == 0:
+            return like
+        shape = list(like.shape)
+        shape[self.dim] = sum(len(rows) for rows in self.rows.values())
+        official = like.new_empty(shape)
+        for ending, rows in self.rows.items():
+            official.index_copy_(self.dim, rows.to(like.device), parts[ending])
+        return official
 
 
 def whole(size: int, ranks: int) -> list[list[int]]:
@@ -95,18 +125,14 @@ def split_module(
             module._parameters[name] = None
             continue
         piece = piece_of(needed, mesh.get_local_rank(), dim, is_partial)
-        for index, ending, place in (
-            (piece.own, OWN, Shard(dim)),
-            (piece.shared, SHARED, Replicate()),
-        ):
-            if index is not None:
-                part = parameter.detach().index_select(dim, index.to(parameter.device))
-                made: DTensor = distribute_tensor(part, mesh, [place])
-                new = nn.Parameter(made, requires_grad=parameter.requires_grad)
-                for tag in ("_no_weight_decay", "_no_reinit"):
-                    if getattr(parameter, tag, False):
-                        setattr(new, tag, True)
-                module._parameters[name + ending] = new
+        places = {OWN: Shard(dim), SHARED: Replicate()}
+        for ending, part in piece.parts(parameter.detach()).items():
+            made: DTensor = distribute_tensor(part, mesh, [places[ending]])
+            new = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            for tag in ("_no_weight_decay", "_no_reinit"):
+                if getattr(parameter, tag, False):
+                    setattr(new, tag, True)
+            module._parameters[name + ending] = new
         pieces[name] = piece
     properties: dict[str, Any] = {name: property(_reader(name, pieces[name])) for name in pieces}
     module.__class__ = type(kind.__name__, (kind,), properties)
@@ -134,32 +160,6 @@ def _local(parameters: Mapping[str, Any], name: str, piece: Piece) -> Tensor:
     if piece.order is None:
         return held
     return held.index_select(piece.dim, piece.order.to(held.device))
-
-
-def gathered(
-    module: nn.Module, values: Mapping[str, Tensor], prefix: str = ""
-) -> dict[str, Tensor]:
-    """Put the parts of a split module's tensors together, under their official names.
-
-    Args:
-        module: what `split_module` changed.
-        values: whole tensors by the names that the parameters have now.
-        prefix: of the names.
-    """
-    found: dict[str, Tensor] = {}
-    for name, piece in module.__dict__["pieces"].items():
-        parts = [
-            (values[prefix + name + ending], index)
-            for index, ending in ((piece.own, OWN), (piece.shared, SHARED))
-            if index is not None
-        ]
-        shape = list(parts[0][0].shape)
-        shape[piece.dim] = sum(part.shape[piece.dim] for part, _ in parts)
-        official = parts[0][0].new_empty(shape)
-        for part, index in parts:
-            official.index_copy_(piece.dim, index.to(part.device), part)
-        found[f"{prefix}{name}"] = official
-    return found
 
 
 def copy_in(x: Tensor, group: "dist.ProcessGroup") -> Tensor:

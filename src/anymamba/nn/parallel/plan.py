@@ -4,12 +4,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anymamba.errors import BackendError, ConfigError
+from anymamba.errors import ConfigError
 from anymamba.nn.parallel.context import context_parallel
+from anymamba.nn.parallel.replicas import average_gradients
 from anymamba.nn.parallel.sharded import shard_parameters
 from anymamba.nn.parallel.tensor import tensor_parallel
 
-__all__ = ["AXES", "data_mesh", "parallelize"]
+__all__ = ["AXES", "data_mesh", "line_mesh", "parallelize"]
 
 WHERE = "parallelize"
 AXES = ("dp", "cp", "tp")
@@ -58,15 +59,6 @@ def parallelize(
     data = data_mesh(mesh)
     if data is not None and data.size() == 1 and not shard:
         data = None  # nobody to agree with
-    if "tp" in names and data is not None and not shard:
-        raise BackendError(
-            f"{WHERE}: replicas (DDP) cannot hold split heads, which are distributed tensors. "
-            "Use shard=True."
-        )
-    if "tp" in names and param_dtype is not None:
-        raise BackendError(
-            f"{WHERE}: param_dtype cannot be combined with the axis 'tp'. Use autocast."
-        )
     if "tp" in names:
         tensor_parallel(model, mesh["tp"])
     if "cp" in names:
@@ -76,12 +68,26 @@ def parallelize(
     if shard:
         shard_parameters(model, data, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         return model
+    if "tp" in names:
+        average_gradients(model, data.get_group())
+        return model
     return nn.parallel.DistributedDataParallel(model, process_group=data.get_group())
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the axis over which gradients are averaged, "dp" and "cp" in one; None without."""
-    names = tuple(n for n in ("dp", "cp") if n in (mesh.mesh_dim_names or ()))
-    if not names:
+    return _joined(mesh, ("dp", "cp"))
+
+
+def line_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return all ranks of a mesh on one axis."""
+    line = _joined(mesh, AXES)
+    assert line is not None
+    return line
+
+
+def _joined(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    here = tuple(name for name in mesh.mesh_dim_names or () if name in names)
+    if not here:
         return None
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return mesh[here[0]] if len(here) == 1 else mesh[here]._flatten("_".join(here))

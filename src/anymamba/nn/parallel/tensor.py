@@ -6,7 +6,7 @@ of `out_proj` and `fc2`, gradients of inputs, Mamba-1's `x_proj`, and the mean s
 gated norm where a group of channels lies on several ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm, RMSNormGated
-from anymamba.nn.parallel.local import copy_in, gathered, split_module, sum_out, sum_over, whole
+from anymamba.nn.parallel.local import copy_in, split_module, sum_out, sum_over, whole
 from anymamba.ops import accumulate_dtype
 
-__all__ = ["gather_tensors", "tensor_parallel"]
+__all__ = ["tensor_parallel"]
 
 WHERE = "tensor_parallel"
 Rows = list[list[int]]
@@ -47,34 +47,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         split = _SPLITS.get(type(module))
         if split is not None:
             split(module, mesh, name or type(module).__name__)
-
-
-@torch.no_grad()
-def gather_tensors(
-    model: nn.Module, tensors: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return whole tensors under their official names, on every rank.
-
-    Every rank must call it. Works for models that are split, sharded, both, or neither.
-
-    Args:
-        model: what `parallelize` was given.
-        tensors: one for each parameter, by its name now, such as gradients; the model's state by
-            default.
-    """
-    from torch.distributed.tensor import DTensor
-
-    values = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in (model.state_dict() if tensors is None else tensors).items()
-    }
-    for name, module in model.named_modules():
-        if "pieces" in module.__dict__:
-            prefix = f"{name}." if name else ""
-            official = gathered(module, values, prefix)
-            own = {prefix + key for key in module._parameters}
-            values = {key: value for key, value in values.items() if key not in own} | official
-    return values
 
 
 class _In(nn.Linear):
