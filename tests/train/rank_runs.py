@@ -11,7 +11,9 @@ from pathlib import Path
 
 from run_recipes import tiny_overrides
 
-LIMIT = 150
+from anymamba.train import RunFolder
+
+LIMIT = 240  # imports of four ranks on a machine that is busy otherwise
 
 
 def torchrun(
@@ -67,6 +69,11 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
     """Return the processes that a launcher has started, in the order of their numbers."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return sorted(map(int, children))
+
+
+def saved_step(out: Path) -> int:
+    """Return the step of a run's newest checkpoint, 0 before there is one."""
+    return max(RunFolder(out).checkpoints().steps(), default=0)
 
 
 def is_alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ from anymamba.train.corpus import Corpus, Document, place_of
 from anymamba.train.data import TrainingData, prepare_data
 from anymamba.train.evaluate import Evaluation, evaluate, sample
 from anymamba.train.guard import Guard
+from anymamba.train.joining import agree_on_a_word
 from anymamba.train.learner import Learner
 from anymamba.train.loop import RunSummary, Trainer
 from anymamba.train.metrics import MetricsFile, read_metrics
@@ -24,6 +25,7 @@ from anymamba.train.ngram import WittenBell, byte_piece
 from anymamba.train.optim import TrainOptimizer, build_optimizer
 from anymamba.train.plan import describe_recipe, steps_within
 from anymamba.train.rank_learner import part_of
+from anymamba.train.ranks import Ranks, open_ranks
 from anymamba.train.recipe import (
     DataRecipe,
     LoopRecipe,
@@ -62,6 +64,7 @@ __all__ = [
     "OptimRecipe",
     "PackedBatches",
     "ParallelRecipe",
+    "Ranks",
     "Reader",
     "Recipe",
     "RunFolder",
@@ -79,6 +82,7 @@ __all__ = [
     "Trainer",
     "TrainingData",
     "WittenBell",
+    "agree_on_a_word",
     "build_muon",
     "build_optimizer",
     "byte_piece",
@@ -92,6 +96,7 @@ __all__ = [
     "load_recipe",
     "matmul_rate",
     "merge_spans",
+    "open_ranks",
     "open_store",
     "orthogonalise",
     "part_of",

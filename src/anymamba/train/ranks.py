@@ -14,13 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from anymamba.errors import AnyMambaError, BackendError, ConfigError
-from anymamba.nn import data_mesh
+from anymamba.nn import data_mesh, line_mesh
+from anymamba.train.joining import join_group
 from anymamba.train.recipe_sections import ParallelRecipe
 
 __all__ = ["Ranks", "clip_gradients", "open_ranks"]
 
 WHERE = "train"
 T = TypeVar("T")
+# Ranks that start together still import at different speeds.
+JOINING = timedelta(minutes=10)
+# The first rank may have a large corpus to read and to turn into tokens.
+PREPARING = timedelta(days=1)
 
 
 class Ranks:
@@ -28,11 +33,15 @@ class Ranks:
 
     Args:
         mesh: axes "dp", "cp" and "tp"; None is a process alone.
+        patient: the group in which everybody waits for long work of the first process.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None = None, patient: "dist.ProcessGroup | None" = None
+    ) -> None:
         """Find this process's place."""
-        self.mesh = mesh
+        self.mesh, self._patient = mesh, patient
+        self.line = None if mesh is None else line_mesh(mesh)
         self.rank = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else dist.get_world_size()
 
@@ -54,6 +63,18 @@ class Ranks:
         Raises:
             AnyMambaError: what the first process raised; `ConfigError` with its words on others.
         """
+        return self._ask_first(ask, None)
+
+    def after_first(self, make: Callable[[], T]) -> T:
+        """Let the first process make something, however long it takes, and then the others.
+
+        What is made stays on its process. Errors of the first one are everybody's.
+        """
+        made: list[T] = []
+        self._ask_first(lambda: made.append(make()), self._patient)
+        return made[0] if made else make()
+
+    def _ask_first(self, ask: Callable[[], T], group: "dist.ProcessGroup | None") -> T:
         if self.mesh is None:
             return ask()
         found: list[Any] = [None, None]
@@ -63,23 +84,12 @@ class Ranks:
                 found[0] = ask()
             except AnyMambaError as error:
                 raised, found[1] = error, str(error)
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=group)
         if raised is not None:
             raise raised
         if found[1] is not None:
             raise ConfigError(found[1])
         return found[0]
-
-    def after_first(self, make: Callable[[], T]) -> T:
-        """Let the first process make something, for example a file, and then the others."""
-        made = make() if self.is_first else None
-        self.wait()
-        return make() if made is None else made
-
-    def wait(self) -> None:
-        """Wait until every process has come here."""
-        if self.mesh is not None:
-            dist.barrier()
 
     def largest(self, *values: float) -> list[float]:
         """Return the largest of each value over the processes, the same everywhere."""
@@ -130,9 +140,7 @@ def open_ranks(recipe: ParallelRecipe, device: str) -> Ranks:
         return Ranks()
     kind = torch.device(device).type
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=recipe.timeout)
-        )
+        join_group("nccl" if kind == "cuda" else "gloo", JOINING)
     size, inner = dist.get_world_size(), recipe.cp * recipe.tp
     if size % inner:
         raise ConfigError(
@@ -143,16 +151,19 @@ def open_ranks(recipe: ParallelRecipe, device: str) -> Ranks:
     axes |= {name: many for name, many in (("cp", recipe.cp), ("tp", recipe.tp)) if many > 1}
     mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _bound_time(mesh, recipe.timeout)
-    return Ranks(mesh)
+    patient = dist.new_group(timeout=PREPARING, backend="gloo")
+    assert isinstance(patient, dist.ProcessGroup)
+    return Ranks(mesh, patient)
 
 
 def _bound_time(mesh: DeviceMesh, seconds: float) -> None:
-    """Give the groups of a mesh the run's limit; torch would wait half an hour in them."""
+    """Give all groups the run's limit; torch would wait half an hour in those of a mesh."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    groups = [mesh[name].get_group() for name in mesh.mesh_dim_names or ()]
+    groups = [None, *(mesh[name].get_group() for name in mesh.mesh_dim_names or ())]
     if (data := data_mesh(mesh)) is not None:
         groups.append(data.get_group())
+    groups.append(line_mesh(mesh).get_group())
     for group in groups:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 

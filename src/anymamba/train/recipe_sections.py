@@ -16,6 +16,7 @@ __all__ = [
     "LoopRecipe",
     "ModelRecipe",
     "OptimRecipe",
+    "ParallelRecipe",
     "Recipe",
     "ScheduleRecipe",
 ]
@@ -273,17 +274,18 @@ class ParallelRecipe:
 
     Args:
         cp: ranks that share a sequence.
-        tp: ranks that share the heads; a run keeps this number.
+        tp: ranks that share the heads.
         shard: shard parameters, gradients and moments over ranks (FSDP2); else replicate (DDP).
         param_dtype: what sharded matrices are gathered in: "none" or "bfloat16".
-        timeout: seconds after which a rank that does not answer counts as lost.
+        timeout: seconds after which a rank that does not answer counts as lost; one whose process
+            ends is noticed at once.
     """
 
     cp: int = 1
     tp: int = 1
     shard: bool = False
     param_dtype: Literal["none", "bfloat16"] = "none"
-    timeout: float = 60.0
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         """Check types and limits."""
