@@ -9,19 +9,15 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from anymamba.errors import CheckpointError
 from anymamba.io import save_pretrained
 from anymamba.models import MambaLM, count_model
 from anymamba.nn import gather_tensors
 from anymamba.train.batches import training_batches, validation_batches
-from anymamba.train.checkpoint import Snapshot
 from anymamba.train.data import prepare_data
 from anymamba.train.evaluate import Evaluation, evaluate, sample
 from anymamba.train.guard import Guard
@@ -33,8 +29,8 @@ from anymamba.train.ranks import clip_gradients, open_ranks
 from anymamba.train.recipe_sections import Recipe
 from anymamba.train.report import leave_papers
 from anymamba.train.run_folder import RunFolder
+from anymamba.train.run_state import RunState
 from anymamba.train.schedule import schedule_factor
-from anymamba.train.sharded_checkpoint import load_shards, save_shards
 from anymamba.train.speed import SpeedMeter, matmul_rate
 
 __all__ = ["RunSummary", "Trainer"]
@@ -43,21 +39,6 @@ __all__ = ["RunSummary", "Trainer"]
 _MEASURE_SECONDS = 15.0
 
 Watch = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass
-class Progress:
-    """Counters of a run; the sums reach back to the last report."""
-
-    step: int = 0
-    tokens: int = 0
-    bytes: float = 0.0
-    seconds: float = 0.0
-    sum_steps: int = 0
-    sum_loss: float = 0.0
-    sum_nats: float = 0.0
-    sum_bytes: float = 0.0
-    grad_norm: float = 0.0
 
 
 class RunSummary(NamedTuple):
@@ -125,7 +106,6 @@ class Trainer:
             torch.set_num_threads(loop.threads)
         cache_dir = self.recipe.data.cache_dir or self.folder.tokens
         self._data = self._ranks.after_first(lambda: prepare_data(self.recipe.data, cache_dir))
-        self._batches = training_batches(self._data.train, self.recipe.data)
         torch.manual_seed(loop.seed)
         config = self.recipe.model.config(self._data.vocab_size)
         self._device = self._ranks.device(loop.device)
@@ -133,12 +113,18 @@ class Trainer:
         check_mode(self.recipe.data.mode, self.lm)
         flops = 3 * count_model(self.lm, length=self.recipe.data.window).flops
         mesh = self._ranks.mesh
-        self._learner: Learner | RankLearner = (
+        # The learner first: it may spread the parameters that the optimiser then finds.
+        learner = (
             Learner(self.lm, loop) if mesh is None else RankLearner(self.lm, self.recipe, mesh)
         )
-        self._optimizer = build_optimizer(self.lm, self.recipe.optim)
-        self._guard = Guard(spike_factor=loop.spike_factor, max_skips=loop.max_skips)
-        self._progress = Progress()
+        self._state = RunState(
+            ranks=self._ranks,
+            lm=self.lm,
+            learner=learner,
+            optimizer=build_optimizer(self.lm, self.recipe.optim),
+            batches=training_batches(self._data.train, self.recipe.data),
+            guard=Guard(spike_factor=loop.spike_factor, max_skips=loop.max_skips),
+        )
         self._checkpoints = self.folder.checkpoints(loop.keep)
         self._ranks.ask_first(self._checkpoints.sweep)
         self._saved_step = -1
@@ -153,25 +139,14 @@ class Trainer:
     def _restore(self) -> None:
         """Take up the newest checkpoint, if the run is to go on and there is one."""
         step = self._ranks.ask_first(self._checkpoints.newest_step) if self.resume else None
-        found = None if step is None else self._checkpoints.load(step)
         if self._ranks.is_first:
             self._metrics = MetricsFile(self.folder.metrics, step)
-        if found is not None:
-            facts = found.facts
-            tensors = self._saved_tensors(found)
-            self.lm.load_state_dict(dict(tensors["model"]))
-            self._optimizer.load_state_dict(
-                {"tensors": dict(tensors["optimizer"]), "values": facts["optimizer"]}
-            )
-            self._learner.load_state_tensors(found.tensors.get("carried", {}))
-            self._batches.load_state_dict(facts["data"])
-            self._guard.load_state_dict(facts["guard"])
-            self._progress = Progress(**facts["progress"])
-            restore_random(found.tensors["random"])
-            self._saved_step = found.step
+        if step is not None:
+            self._state.restore(self._checkpoints, step)
+            self._saved_step = step
         self._tell(
             "start",
-            resumed=found is not None,
+            resumed=step is not None,
             steps=self.recipe.loop.steps,
             seconds_limit=self.recipe.loop.seconds,
             parameters=sum(p.numel() for p in self.lm.parameters()),
@@ -184,36 +159,20 @@ class Trainer:
             matmul_flops=self._meter.rate,
         )
 
-    def _saved_tensors(self, found: Snapshot) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return weights and moments of a checkpoint that one process wrote, or several."""
-        if found.facts.get("sharded"):
-            return load_shards(
-                self._checkpoints.path(found.step),
-                self._ranks,
-                self.lm.state_dict(),
-                self._optimizer.empty_tensors,
-            )
-        if self._ranks.mesh is not None:
-            raise CheckpointError(
-                "train: several ranks go on from checkpoints that ranks wrote; this one was "
-                "written by a process alone. Resume without torchrun."
-            )
-        return found.tensors
-
     def _is_over(self) -> bool:
         steps, seconds = self.recipe.loop.steps, self.recipe.loop.seconds
-        return (steps is not None and self._progress.step >= steps) or (
-            seconds is not None and self._progress.seconds >= seconds
+        return (steps is not None and self._state.progress.step >= steps) or (
+            seconds is not None and self._state.progress.seconds >= seconds
         )
 
     def _step(self) -> None:
         """Read the batches of one update, judge it, and take it."""
-        recipe, progress = self.recipe, self._progress
+        recipe, state, progress = self.recipe, self._state, self._state.progress
         start = time.perf_counter()
         loss, tokens = 0.0, 0
         for _ in range(recipe.loop.accumulate):
-            batch = next(self._batches)
-            part = self._learner.loss(batch.to(self._device)) / recipe.loop.accumulate
+            batch = next(state.batches)
+            part = state.learner.loss(batch.to(self._device)) / recipe.loop.accumulate
             part.backward()
             value, many = float(part.detach()) * recipe.loop.accumulate, batch.predictions
             loss += value / recipe.loop.accumulate
@@ -224,15 +183,15 @@ class Trainer:
         limit = recipe.optim.clip or math.inf
         norm = clip_gradients(self.lm, limit)
         progress.step += 1
-        why = self._guard.judge(loss, norm)
+        why = state.guard.judge(loss, norm)
         if why is None:
-            self._optimizer.set_lr_factor(self._lr_factor())
-            self._optimizer.step()
+            state.optimizer.set_lr_factor(self._lr_factor())
+            state.optimizer.step()
         else:
             self._tell("skip", why=why)
             if not math.isfinite(loss + norm):
-                self._learner.forget()
-        self._optimizer.zero_grad()
+                state.learner.forget()
+        state.optimizer.zero_grad()
         # Clocks differ, and one person's Ctrl-C is everybody's.
         seconds, stop = self._ranks.largest(time.perf_counter() - start, self._is_stopping)
         self._is_stopping = bool(stop)
@@ -246,12 +205,12 @@ class Trainer:
     def _lr_factor(self) -> float:
         """Return the factor of the update that was counted last, the first one being number 1."""
         return schedule_factor(
-            self.recipe.schedule, self._progress.step, steps=self.recipe.loop.steps
+            self.recipe.schedule, self._state.progress.step, steps=self.recipe.loop.steps
         )
 
     def _after_step(self) -> None:
         """Report, validate, sample and save, in this order, each in its own rhythm."""
-        loop, step = self.recipe.loop, self._progress.step
+        loop, step = self.recipe.loop, self._state.progress.step
         is_over = self._is_over()
         if step % loop.report_every == 0 or is_over:
             self._report()
@@ -260,12 +219,12 @@ class Trainer:
         if loop.evaluate_every and step % loop.evaluate_every == 0 and self._data.valid is not None:
             self._validate(loop.evaluate_tokens)
         if loop.sample_every and step % loop.sample_every == 0:
-            self._sample()
+            self._sample(self._whole_model())
         if loop.checkpoint_every and step % loop.checkpoint_every == 0:
             self._save()
 
     def _report(self) -> None:
-        progress = self._progress
+        progress = self._state.progress
         if time.monotonic() - self._measured > _MEASURE_SECONDS:
             self._meter.saw_rate(self._matmul_rate())
             self._measured = time.monotonic()
@@ -276,7 +235,7 @@ class Trainer:
             grad_norm=progress.grad_norm,
             lr_factor=self._lr_factor(),
             tokens=progress.tokens,
-            epoch=self._batches.epoch,
+            epoch=self._state.batches.epoch,
             seconds=progress.seconds,
             tokens_per_second=self._meter.tokens_per_second,
             share_of_ideal=self._meter.share_of_ideal,
@@ -288,71 +247,59 @@ class Trainer:
     def _validate(self, tokens: int | None) -> Evaluation:
         assert self._data.valid is not None
         batches = validation_batches(self._data.valid, self.recipe.data, tokens)
-        shared = self._learner if isinstance(self._learner, RankLearner) else None
+        learner = self._state.learner
+        shared = learner if isinstance(learner, RankLearner) else None
         found = evaluate(self.lm, batches, self.recipe.loop, shared)
         self._tell(
             "valid", loss=found.loss, bits_per_byte=found.bits_per_byte, of_all=tokens is None
         )
         return found
 
-    def _sample(self) -> None:
+    def _sample(self, lm: MambaLM | None) -> None:
         loop = self.recipe.loop
-        lm = self._whole_model()
-        if lm is None:
-            return
-        text = sample(
-            lm,
-            self._data.tokenizer,
-            loop.sample_prompt,
-            max_new_tokens=loop.sample_tokens,
-            seed=loop.seed,
-        )
-        self._tell("sample", prompt=loop.sample_prompt, text=text)
+
+        def write() -> str:
+            assert lm is not None
+            return sample(
+                lm,
+                self._data.tokenizer,
+                loop.sample_prompt,
+                max_new_tokens=loop.sample_tokens,
+                seed=loop.seed,
+            )
+
+        self._tell("sample", prompt=loop.sample_prompt, text=self._ranks.ask_first(write))
 
     def _whole_model(self) -> MambaLM | None:
         """Return a model with all weights on the first rank, None on the others; all call it."""
         if self._ranks.mesh is None:
             return self.lm
-        tensors = gather_tensors(self.lm)
+        # Not on the rank's own device, which may be too small for the whole.
+        tensors = gather_tensors(self.lm, keep=self._ranks.is_first, device="cpu")
         if not self._ranks.is_first:
             return None
-        lm = MambaLM(self.lm.config, device=self._device)
+        lm = MambaLM(self.lm.config)
         lm.load_state_dict(tensors)
         return lm
 
     def _save(self) -> None:
-        if self._saved_step == self._progress.step:
+        if self._saved_step == self._state.progress.step:
             return
-        optimizer = self._optimizer.state_dict()
-        shards = {"model": self.lm.state_dict(), "optimizer": optimizer["tensors"]}
-        is_sharded = self._ranks.mesh is not None
-        tensors: dict[str, Any] = {"random": random_state()} | ({} if is_sharded else shards)
-        if carried := self._learner.state_tensors():
-            tensors["carried"] = carried
-        facts = {
-            "optimizer": optimizer["values"],
-            "data": self._batches.state_dict(),
-            "guard": self._guard.state_dict(),
-            "progress": asdict(self._progress),
-        } | ({"sharded": True} if is_sharded else {})
-        snapshot = Snapshot(step=self._progress.step, tensors=tensors, facts=facts)
-        if is_sharded:
-            path = save_shards(self._checkpoints, snapshot, shards, self._ranks)
-        else:
-            path = self._checkpoints.save(snapshot)
-        self._saved_step = self._progress.step
+        path = self._state.save(self._checkpoints)
+        self._saved_step = self._state.progress.step
         self._tell("checkpoint", name=path.name)
 
     def _finish(self) -> RunSummary:
         """Save; at the end of the run also evaluate on everything, sample, draw and report."""
-        progress, finished = self._progress, self._is_over()
+        progress, finished = self._state.progress, self._is_over()
         found, lm = None, None
         self._save()
         if finished:
             if self._data.valid is not None:
                 found = self._validate(None)
-            self._sample()
-            if (lm := self._whole_model()) is not None:
+            lm = self._whole_model()
+            self._sample(lm)
+            if lm is not None:
                 save_pretrained(lm, self.folder.model)
                 keep_tokenizer(self.recipe.data.tokenizer, self.folder.model)
         self._tell("end", finished=finished, tokens=progress.tokens, seconds=progress.seconds)
@@ -362,7 +309,7 @@ class Trainer:
             tokens=progress.tokens,
             bytes=progress.bytes,
             seconds=progress.seconds,
-            skipped=self._guard.skipped,
+            skipped=self._state.guard.skipped,
             evaluation=found,
             folder=self.folder,
             is_first=self._ranks.is_first,
@@ -382,26 +329,9 @@ class Trainer:
     def _tell(self, kind: str, **facts: Any) -> None:
         if not self._ranks.is_first:
             return
-        entry = {"kind": kind, "step": self._progress.step, **facts}
+        entry = {"kind": kind, "step": self._state.progress.step, **facts}
         self._metrics.write(entry)
         self._watch(entry)
-
-
-def random_state() -> dict[str, Tensor]:
-    """Return the state of torch's random numbers, of every device that has one."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Go on drawing where `random_state` was taken; devices that are gone draw nothing."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, name)
 
 
 def keep_tokenizer(name: str, folder: Path) -> None:

@@ -62,6 +62,7 @@ FREE_ON_RESUME = frozenset(
         "parallel.cp",
         "parallel.shard",
         "parallel.timeout",
+        "parallel.tp",
     }
 )
 

@@ -5,7 +5,7 @@ found by their names and whole shapes, so another number of ranks can read them,
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +54,32 @@ def load_shards(
     folder: Path,
     ranks: Ranks,
     model: Mapping[str, Tensor],
-    optimizer: Callable[[], Mapping[str, Tensor]],
+    optimizer: Mapping[str, Tensor],
 ) -> dict[str, dict[str, Tensor]]:
     """Read what `save_shards` wrote into tensors like those of this run.
 
     Args:
         folder: of the checkpoint.
         ranks: all of them, however many wrote it.
-        model: the model's state, which is overwritten.
-        optimizer: returns empty tensors for everything that an optimiser may hold.
+        model: the model's state by official names, which is overwritten.
+        optimizer: tensors for everything that an optimiser may hold, which are overwritten.
+
+    Returns:
+        The groups "model" and "optimizer", the latter with what there is.
 
     Raises:
         CheckpointError: a tensor has another name or shape there.
     """
     reader = FileSystemReader(folder / SHARDS)
     known = reader.read_metadata().state_dict_metadata
-    held = {n: x for n, x in optimizer().items() if f"optimizer.{n}" in known}
+    held = {n: x for n, x in optimizer.items() if f"optimizer.{n}" in known}
     state: dict[str, Any] = {"model": dict(model), "optimizer": held}
     unknown = [n for n in known if n.startswith("model.") and n.removeprefix("model.") not in model]
     missing = [n for n in model if f"model.{n}" not in known]
     if unknown or missing:
         raise CheckpointError(
             f"load_shards: {str(folder)!r} must hold the tensors of this model; "
-            f"{(unknown or missing)[0]!r} is on one side only. Is parallel.tp the same?"
+            f"{(unknown or missing)[0]!r} is on one side only. Restore the recipe of the run."
         )
     try:
         with warnings.catch_warnings():
