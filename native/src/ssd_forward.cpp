@@ -196,7 +196,7 @@ void Forward::advance(const Task &task, const Chunk &chunk, int64_t place, const
                               tile.at[row][0], tile.at[row][1]);
         });
         for_tiles(0, sizes.state, [&](auto rows, int64_t r) {
-            auto tile = load_tile<rows.value>(state + r * kPanel);
+            auto tile = load_tile<rows.value>(state + r * kPanel, kPanel);
             scale_tile(tile, buffers.decay.keep);
             multiply<Left::kByColumn>(tile, buffers.b + r, stride, v_faded, positions);
             store_tile(state + r * kPanel, kPanel, tile);
