@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anymamba.errors import BackendError
 from anymamba.ops.native.library import load, native_status
+from anymamba.ops.native.memory import new_tensor
 from anymamba.settings import current
 
 __all__ = ["AXES", "DTYPES", "KernelCall", "kernel_in_force", "kernel_threads", "run_kernel"]
@@ -59,7 +60,7 @@ def run_kernel(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]
         ctypes.addressof(views), ctypes.addressof(numbers), None, kernel_threads(), variant
     )
     wanted = function(ctypes.byref(call))
-    workspace = _any(tensors).new_empty(max(wanted, 1), dtype=torch.uint8)
+    workspace = new_tensor(_any(tensors), (max(wanted, 1),), torch.uint8)
     call.workspace = workspace.data_ptr()
     function(ctypes.byref(call))
 
