@@ -153,12 +153,12 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const StepTens
         // Panels of later sources only are never read at this target.
         const int64_t stop = round_up(same_time(target) + sizes.rank, kPanel);
         for_sources(decay, target, sizes.rank, stop,
-                    [&](int64_t source, Vec fading, Vec factor, IntVec counts) {
+                    [&](int64_t source, Vec fading, Vec factor, auto which) {
                         const int64_t at = pair_place(target, source);
                         const Vec pairs = load(sums.pairs + at);
-                        store(buffers.factors + at, select(counts, factor, Vec{}));
-                        store(buffers.weights + at, select(counts, pairs * factor, Vec{}));
-                        store(buffers.crossings + at, select(counts, pairs * fading, Vec{}));
+                        store(buffers.factors + at, counted(which, factor));
+                        store(buffers.weights + at, counted(which, pairs * factor));
+                        store(buffers.crossings + at, counted(which, pairs * fading));
                     });
     }
     copy_rows(v, positions, padded, sizes.width, buffers.v_faded, stride);

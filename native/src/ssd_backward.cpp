@@ -100,7 +100,8 @@ struct Backward {
                             Own &own) const;
     void advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
                  float *to, Own &own) const;
-    Ahead look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const;
+    Ahead look_ahead(const Block &block, int64_t place, const Piece &piece, const Piece *next,
+                     int64_t work, bool walks) const;
     GroupSums sums_of(const Task &task, const Piece *pieces, int64_t chunk, const Shared &shared,
                       const Own &own) const;
     float *share_of(const Shared &shared, int64_t owner, int64_t share, int64_t chunk) const {
@@ -166,24 +167,29 @@ void Backward::store_states(const float *from, const Block &block, const Piece &
                        HeadState(to, sequence, block.first_head + place));
 }
 
-// The rows that the next chunk reads, and writes if it is walked back; `work` is that of one head.
-Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const {
-    const Chunk chunk = next == nullptr ? Chunk{0, 0, 0} : chunk_of(block.row, *next);
-    Ahead ahead(chunk.steps * sizes.rank, block.heads * work);
-    const int64_t group = sizes.group_of(block.first_head);
-    const int64_t groups = sizes.group_of(block.first_head + block.heads - 1) - group + 1;
+// The rows that the next head reads, and writes if it is walked back: of the same chunk, or of the
+// next one for the last head of a block. Further ahead they would have left the second cache again
+// before they are used. `work` is that of one head.
+Ahead Backward::look_ahead(const Block &block, int64_t place, const Piece &piece, const Piece *next,
+                           int64_t work, bool walks) const {
+    const bool stays = place + 1 < block.heads;
+    if (!stays && next == nullptr) return Ahead(0, work);
+    const Chunk chunk = chunk_of(block.row, stays ? piece : *next);
+    const int64_t head = block.first_head + (stays ? place + 1 : 0), group = sizes.group_of(head);
+    const bool enters = !stays || group != sizes.group_of(head - 1);
+    Ahead ahead(chunk.steps * sizes.rank, work);
     const auto add_group = [&](const anymamba_tensor &of) {
-        ahead.add(Rows(of, chunk, sizes.rank, group), groups, sizes.state);
+        if (enters) ahead.add(Rows(of, chunk, sizes.rank, group), 1, sizes.state);
     };
-    const auto add_heads = [&](const anymamba_tensor &of) {
-        ahead.add(Rows(of, chunk, sizes.rank, block.first_head), block.heads, sizes.width);
+    const auto add_head = [&](const anymamba_tensor &of) {
+        ahead.add(Rows(of, chunk, sizes.rank, head), 1, sizes.width);
     };
     add_group(tensors.b);
-    add_heads(tensors.v);
+    add_head(tensors.v);
     if (!walks) return ahead;
     add_group(tensors.c);
-    add_heads(tensors.grad_y);
-    add_heads(tensors.grad_v);
+    add_head(tensors.grad_y);
+    add_head(tensors.grad_v);
     if (plan.splits) return ahead;
     add_group(tensors.grad_b);
     add_group(tensors.grad_c);
@@ -194,7 +200,7 @@ Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, 
 void Backward::advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
                        float *to, Own &own) const {
     const Chunk chunk = chunk_of(block.row, *piece);
-    Ahead ahead = look_ahead(block, next, sizes.state_padded() / kPanel * sizes.width, false);
+    const int64_t work = sizes.state_padded() / kPanel * sizes.width;
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk, GroupSums{});
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
@@ -202,6 +208,7 @@ void Backward::advance(const Block &block, const Piece *piece, const Piece *next
             copy_to_panels(Rows(tensors.b, chunk, sizes.rank, group), adjoint.positions,
                            adjoint.padded, sizes.state, own.adjoint.b);
         adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.steps, head);
+        Ahead ahead = look_ahead(block, place, *piece, next, work, false);
         adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size, ahead);
     }
 }
@@ -267,7 +274,6 @@ void Backward::back_through_chunk(const Task &task, const Block &block, const Pi
     const Chunk chunk = chunk_of(block.row, *piece);
     const Adjoint adjoint(sizes, own.adjoint, plan, chunk, sums);
     const int64_t work = sizes.state_padded() / kPanel * (2 * adjoint.positions + sizes.width);
-    Ahead ahead = look_ahead(block, next, work, true);
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
         const bool enters = place == 0 || sizes.group_of(head - 1) != group;
@@ -285,6 +291,7 @@ void Backward::back_through_chunk(const Task &task, const Block &block, const Pi
         adjoint.take_head(rows(tensors.v, head), rows(tensors.grad_y, head), tensors.steps, head);
         adjoint.back_through_pairs(opens);
         adjoint.back_to_values(grad_state);
+        Ahead ahead = look_ahead(block, place, *piece, next, work, true);
         const float kept = adjoint.back_through_state(states + place * plan.state_size, grad_state,
                                                       opens, ahead);
         adjoint.back_to_decay(kept);
