@@ -12,9 +12,10 @@ namespace {
 // Positions of a chunk. The work inside a chunk grows with it, the traffic of the state shrinks.
 constexpr int64_t kPositions = kPanel > 16 ? kPanel : 16;
 // Heads that share a task: heads of one group share C B^T and the copies of B and C, all of them
-// share the pages of memory that a row lies in. Their states together must fit the second cache.
+// share the pages of memory that a row lies in. The limit on what they bring, states and the rows of
+// this chunk and the next, is measured with a second cache of 512 KB.
 constexpr int64_t kSharing = 12;
-constexpr int64_t kSharedStates = 96 * 1024;
+constexpr int64_t kSharedNumbers = 160 * 1024;
 // What is shared costs about as much as three quarters of a head.
 constexpr int64_t kHeadPrice = 4, kTaskPrice = 3;
 
@@ -58,8 +59,10 @@ struct Cut {
   private:
     // The heads of a task with which the busiest thread has the least to do.
     int64_t cheapest_heads(const Sizes &sizes, int64_t threads) {
-        const int64_t states = kSharedStates / larger(1, sizes.width * sizes.state_padded());
-        const int64_t most = smaller(sizes.heads, larger(1, smaller(kSharing, states)));
+        const int64_t rows = sizes.width + sizes.state * sizes.groups / sizes.heads;
+        const int64_t numbers = sizes.width * sizes.state_padded() + 4 * padded * rows;
+        const int64_t most =
+            smaller(sizes.heads, larger(1, smaller(kSharing, kSharedNumbers / numbers)));
         int64_t best = 1, least = -1;
         for (heads = most; heads >= 1; --heads) {
             const int64_t rounds = ceil_div(tasks(sizes), threads);
