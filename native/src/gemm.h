@@ -64,14 +64,13 @@ ANYMAMBA_INLINE Tile<Rows> zero_tile() {
     return Tile<Rows>{};
 }
 
-// Reads rows of a panel, [row][kPanel].
 template <int Rows>
-ANYMAMBA_INLINE Tile<Rows> load_tile(const float *from) {
+ANYMAMBA_INLINE Tile<Rows> load_tile(const float *from, int64_t stride) {
     Tile<Rows> tile;
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) {
-        tile.at[row][0] = load(from + row * kPanel);
-        tile.at[row][1] = load(from + row * kPanel + kWidth);
+        tile.at[row][0] = load(from + row * stride);
+        tile.at[row][1] = load(from + row * stride + kWidth);
     }
     return tile;
 }

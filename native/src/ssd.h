@@ -107,6 +107,11 @@ inline void Decay::fill(const StepTensors &steps, const Chunk &chunk, int64_t ra
     keep = grow[padded - 1];
 }
 
+// Which lanes of a vector of sources count: all of them, or those of a mask.
+struct AllCount {};
+ANYMAMBA_INLINE Vec counted(AllCount, Vec x) { return x; }
+ANYMAMBA_INLINE Vec counted(IntVec mask, Vec x) { return select(mask, x, Vec{}); }
+
 // How the sources [0, stop) reach one target: use(first source, decays, factors, which count).
 // From an earlier source the factor is decay times scale; at the same time the decay is 1 and the
 // factor is the target's own weight; no other source counts.
@@ -114,19 +119,27 @@ template <class Use>
 ANYMAMBA_INLINE void for_sources(const Decay &decay, int64_t target, int64_t rank, int64_t stop,
                                  const Use &use) {
     const int64_t same_time = target / rank * rank;
-    const int32_t earlier = (int32_t)same_time, counted = (int32_t)(same_time + rank);
+    const auto between = [&](int64_t source) {
+        const Vec whole = decay.whole[target] - load(decay.whole + source);
+        return exp(whole + decay.rest[target] - load(decay.rest + source));
+    };
+    int64_t source = 0;
+    for (; source + kWidth <= same_time; source += kWidth) {
+        const Vec fading = between(source);
+        use(source, fading, fading * load(decay.scale + source), AllCount{});
+    }
+    const int32_t earlier = (int32_t)same_time, later = (int32_t)(same_time + rank);
     IntVec lanes;
     for (int64_t lane = 0; lane < kWidth; ++lane) lanes[lane] = (int32_t)lane;
-    for (int64_t source = 0; source < stop; source += kWidth) {
+    for (; source < stop; source += kWidth) {
         const IntVec place = lanes + (int32_t)source;
         Vec fading = splat(1.0f), factor = splat(decay.own[target]);
         if (source < same_time) {
-            const Vec whole = decay.whole[target] - load(decay.whole + source);
-            const Vec between = exp(whole + decay.rest[target] - load(decay.rest + source));
-            fading = select(place < earlier, between, fading);
-            factor = select(place < earlier, between * load(decay.scale + source), factor);
+            const Vec fades = between(source);
+            fading = select(place < earlier, fades, fading);
+            factor = select(place < earlier, fades * load(decay.scale + source), factor);
         }
-        use(source, fading, factor, place < counted);
+        use(source, fading, factor, place < later);
     }
 }
 

@@ -4,7 +4,7 @@
 // product along either axis; panels over its columns, where it stands on the right.
 #pragma once
 
-#include "ssd_plan.h"
+#include "ssd_shares.h"
 
 namespace anymamba::ANYMAMBA_VARIANT::ssd {
 
@@ -12,13 +12,11 @@ struct AdjointBuffers {
     // Of a group. Panels over the state: [panel][position][kPanel].
     float *b, *c;
     float *b_turned;  // panels over positions: [panel][state][kPanel]
-    // Panels over sources, [panel][target][kPanel].
-    float *pairs;       // C B^T
-    float *factors;     // from source to target: decay times scale, or the target's own weight
-    float *weights;     // their product
-    float *crossings;   // C B^T decayed, not weighed; then times the gradient of each weight
-    float *grad_pairs;  // rows, [target][source], summed over the heads of a block
-    // Of a head. Rows, [position][width].
+    // Of a head. Panels over sources, [panel][target][kPanel].
+    float *factors;    // from source to target: decay times scale, or the target's own weight
+    float *weights;    // the same times C B^T
+    float *crossings;  // C B^T decayed, not weighed; then times the gradient of each weight
+    // Rows, [position][width].
     float *grad_y, *grad_y_grown, *v_faded, *grad_v;
     // Panels over positions, [panel][width][kPanel].
     float *v_turned, *grad_v_turned;
@@ -33,11 +31,9 @@ struct AdjointBuffers {
         b = carver.floats(plan.rows_size(sizes));
         c = carver.floats(plan.rows_size(sizes));
         b_turned = carver.floats(plan.rows_size(sizes));
-        pairs = carver.floats(square);
         factors = carver.floats(square);
         weights = carver.floats(square);
         crossings = carver.floats(square);
-        grad_pairs = carver.floats(square);
         const int64_t width = plan.width_stride(sizes);
         grad_y = carver.floats(positions * width);
         grad_y_grown = carver.floats(positions * width);
@@ -59,13 +55,16 @@ struct Adjoint {
     const Sizes &sizes;
     const AdjointBuffers &buffers;
     Decay &decay;
+    GroupSums sums;
     Chunk chunk;
     int64_t positions, padded, stride;  // stride: of rows over the width
 
-    Adjoint(const Sizes &of, AdjointBuffers &in, const Plan &plan, const Chunk &at)
+    Adjoint(const Sizes &of, AdjointBuffers &in, const Plan &plan, const Chunk &at,
+            const GroupSums &shared)
         : sizes(of),
           buffers(in),
           decay(in.decay),
+          sums(shared),
           chunk(at),
           positions(at.steps * of.rank),
           padded(round_up(at.steps * of.rank, kPanel)),
@@ -78,23 +77,23 @@ struct Adjoint {
     }
     int64_t state_panels() const { return ceil_div(sizes.state, kPanel); }
 
-    void share_group(const Rows &b, const Rows &c) const;
+    void take_group(const Rows &b, const Rows &c) const;
+    void pair_up() const;
     void fade_values(const Rows &v, const StepTensors &steps, int64_t head) const;
     void step_state(const float *from, float *to, Ahead &ahead) const;
     void take_head(const Rows &v, const Rows &grad_y, const StepTensors &steps, int64_t head) const;
     void back_through_pairs(bool first) const;
     void back_to_values(const float *grad_state) const;
-    float back_through_state(const float *state, float *grad_state, float *grad_b, float *grad_c,
-                             bool first, Ahead &ahead) const;
-    void back_to_group(float *grad_b, float *grad_c) const;
+    float back_through_state(const float *state, float *grad_state, bool first, Ahead &ahead) const;
+    void back_to_group() const;
     void back_to_decay(float kept) const;
     void back_to_weights() const;
     void write_values(const Rows &grad_v) const;
     void write_steps(const StepTensors &grads, int64_t head) const;
 };
 
-// Copies B and C, and forms C B^T where a source is not later than its target.
-inline void Adjoint::share_group(const Rows &b, const Rows &c) const {
+// Copies B and C, and turns B.
+inline void Adjoint::take_group(const Rows &b, const Rows &c) const {
     copy_to_panels(b, positions, padded, sizes.state, buffers.b);
     copy_to_panels(c, positions, padded, sizes.state, buffers.c);
     const int64_t states = sizes.state_padded();
@@ -104,8 +103,13 @@ inline void Adjoint::share_group(const Rows &b, const Rows &c) const {
             transpose_block(buffers.b + (r / kPanel * padded + row) * kPanel + r % kPanel, kPanel,
                             turned + r * kPanel, kPanel);
     }
+}
+
+// C B^T where a source is not later than its target.
+inline void Adjoint::pair_up() const {
+    const int64_t states = sizes.state_padded();
     for (int64_t source = 0; source < positions; source += kPanel) {
-        float *pairs = buffers.pairs + source * padded;
+        float *pairs = sums.pairs + source * padded;
         for_tiles(same_time(source), positions, [&](auto rows, int64_t target) {
             auto tile = zero_tile<rows.value>();
             multiply_panels(tile, buffers.c + target * kPanel, padded,
@@ -132,7 +136,7 @@ inline void Adjoint::step_state(const float *from, float *to, Ahead &ahead) cons
         const float *b = buffers.b + panel * padded * kPanel;
         const int64_t at = panel * sizes.width * kPanel;
         for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
-            auto tile = load_tile<rows.value>(from + at + p * kPanel);
+            auto tile = load_tile<rows.value>(from + at + p * kPanel, kPanel);
             scale_tile(tile, decay.keep);
             multiply<Left::kByColumn>(tile, buffers.v_faded + p, stride, b, positions);
             store_tile(to + at + p * kPanel, kPanel, tile);
@@ -149,12 +153,12 @@ inline void Adjoint::take_head(const Rows &v, const Rows &grad_y, const StepTens
         // Panels of later sources only are never read at this target.
         const int64_t stop = round_up(same_time(target) + sizes.rank, kPanel);
         for_sources(decay, target, sizes.rank, stop,
-                    [&](int64_t source, Vec fading, Vec factor, IntVec counts) {
+                    [&](int64_t source, Vec fading, Vec factor, auto which) {
                         const int64_t at = pair_place(target, source);
-                        const Vec pairs = load(buffers.pairs + at);
-                        store(buffers.factors + at, select(counts, factor, Vec{}));
-                        store(buffers.weights + at, select(counts, pairs * factor, Vec{}));
-                        store(buffers.crossings + at, select(counts, pairs * fading, Vec{}));
+                        const Vec pairs = load(sums.pairs + at);
+                        store(buffers.factors + at, counted(which, factor));
+                        store(buffers.weights + at, counted(which, pairs * factor));
+                        store(buffers.crossings + at, counted(which, pairs * fading));
                     });
     }
     copy_rows(v, positions, padded, sizes.width, buffers.v_faded, stride);
@@ -177,7 +181,7 @@ inline void Adjoint::back_through_pairs(bool first) const {
     for (int64_t source = 0; source < positions; source += kPanel) {
         const float *values = buffers.v_turned + source * stride;
         const int64_t begin = same_time(source);
-        float *grad_pairs = buffers.grad_pairs + source;
+        float *grad_pairs = sums.grad_pairs + source;
         if (first) {
             for (int64_t target = 0; target < begin; ++target) {
                 store(grad_pairs + target * padded, Vec{});
@@ -243,20 +247,20 @@ inline void Adjoint::back_to_values(const float *grad_state) const {
 // first all of B, then all of C, because only one matrix of rows fits the first cache beside the
 // panels. The gradient of the state is carried from behind the chunk to before it. Returns what the
 // state that crosses the whole chunk sends to every decay.
-inline float Adjoint::back_through_state(const float *state, float *grad_state, float *grad_b,
-                                         float *grad_c, bool first, Ahead &ahead) const {
+inline float Adjoint::back_through_state(const float *state, float *grad_state, bool first,
+                                         Ahead &ahead) const {
     Vec kept = Vec{};
     for (int64_t place = 0; place < positions * kWidth; place += kWidth)
         store(buffers.read + place, Vec{});
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
         const float *grad = grad_state + panel * sizes.width * kPanel;
-        float *to_b = grad_b + panel * padded * kPanel;
+        float *to_b = sums.grad_b + panel * sums.panel_stride;
         for_tiles(0, positions, [&](auto rows, int64_t position) {
-            auto tile =
-                first ? zero_tile<rows.value>() : load_tile<rows.value>(to_b + position * kPanel);
+            float *at = to_b + position * sums.stride;
+            auto tile = first ? zero_tile<rows.value>() : load_tile<rows.value>(at, sums.stride);
             multiply<Left::kByRow>(tile, buffers.v_faded + position * stride, stride, grad,
                                    sizes.width);
-            store_tile(to_b + position * kPanel, kPanel, tile);
+            store_tile(at, sums.stride, tile);
             ahead.step(rows.value);
         });
     }
@@ -264,26 +268,27 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
         const float *entry = state + panel * sizes.width * kPanel;
         float *grad = grad_state + panel * sizes.width * kPanel;
         const float *c = buffers.c + panel * padded * kPanel;
-        float *to_c = grad_c + panel * padded * kPanel;
+        float *to_c = sums.grad_c + panel * sums.panel_stride;
         for_tiles(0, positions, [&](auto rows, int64_t position) {
             auto tile = zero_tile<rows.value>();
             multiply<Left::kByRow>(tile, buffers.grad_y_grown + position * stride, stride, entry,
                                    sizes.width);
 #pragma GCC unroll 16
             for (int row = 0; row < rows.value; ++row) {
-                const int64_t at = (position + row) * kPanel;
+                const float *own = c + (position + row) * kPanel;
                 float *read = buffers.read + (position + row) * kWidth;
-                store(read, load(read) + tile.at[row][0] * load(c + at) +
-                                tile.at[row][1] * load(c + at + kWidth));
+                store(read, load(read) + tile.at[row][0] * load(own) +
+                                tile.at[row][1] * load(own + kWidth));
                 if (first) continue;
-                tile.at[row][0] += load(to_c + at);
-                tile.at[row][1] += load(to_c + at + kWidth);
+                const float *sum = to_c + (position + row) * sums.stride;
+                tile.at[row][0] += load(sum);
+                tile.at[row][1] += load(sum + kWidth);
             }
-            store_tile(to_c + position * kPanel, kPanel, tile);
+            store_tile(to_c + position * sums.stride, sums.stride, tile);
             ahead.step(rows.value);
         });
         for_tiles(0, sizes.width, [&](auto rows, int64_t p) {
-            auto tile = load_tile<rows.value>(grad + p * kPanel);
+            auto tile = load_tile<rows.value>(grad + p * kPanel, kPanel);
 #pragma GCC unroll 16
             for (int row = 0; row < rows.value; ++row)
                 kept += tile.at[row][0] * load(entry + (p + row) * kPanel) +
@@ -298,23 +303,26 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
 }
 
 // The gradient of C B^T, summed over heads, sent on to B and C.
-inline void Adjoint::back_to_group(float *grad_b, float *grad_c) const {
+inline void Adjoint::back_to_group() const {
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
         const float *b = buffers.b + panel * padded * kPanel;
         const float *c = buffers.c + panel * padded * kPanel;
-        float *to_b = grad_b + panel * padded * kPanel, *to_c = grad_c + panel * padded * kPanel;
+        float *to_b = sums.grad_b + panel * sums.panel_stride;
+        float *to_c = sums.grad_c + panel * sums.panel_stride;
         for_tiles(0, positions, [&](auto rows, int64_t source) {
-            auto tile = load_tile<rows.value>(to_b + source * kPanel);
+            float *at = to_b + source * sums.stride;
+            auto tile = load_tile<rows.value>(at, sums.stride);
             const int64_t begin = same_time(source);
-            multiply<Left::kByColumn>(tile, buffers.grad_pairs + begin * padded + source, padded,
+            multiply<Left::kByColumn>(tile, sums.grad_pairs + begin * padded + source, padded,
                                       c + begin * kPanel, positions - begin);
-            store_tile(to_b + source * kPanel, kPanel, tile);
+            store_tile(at, sums.stride, tile);
         });
         for_tiles(0, positions, [&](auto rows, int64_t target) {
-            auto tile = load_tile<rows.value>(to_c + target * kPanel);
+            float *at = to_c + target * sums.stride;
+            auto tile = load_tile<rows.value>(at, sums.stride);
             const int64_t end = same_time(target + rows.value - 1) + sizes.rank;
-            multiply<Left::kByRow>(tile, buffers.grad_pairs + target * padded, padded, b, end);
-            store_tile(to_c + target * kPanel, kPanel, tile);
+            multiply<Left::kByRow>(tile, sums.grad_pairs + target * padded, padded, b, end);
+            store_tile(at, sums.stride, tile);
         });
     }
 }

@@ -36,7 +36,7 @@ struct Tensors {
 struct Shared {
     Piece *pieces;
     float *kept;    // states at the borders of segments: [segment][row][head]
-    float *shares;  // of split groups: [task][chunk of the segment][b, c][state][position]
+    float *shares;  // of split groups: [group][part][chunk of the segment][b, c][state][position]
     char *workers;
 
     Shared(Carver &carver, const Sizes &sizes, const Plan &plan) {
@@ -51,19 +51,23 @@ struct Shared {
 struct Own {
     float *states;       // [chunk of the segment][head of the block]
     float *grad_states;  // [head of the block]
-    float *grad_b, *grad_c;
+    float *pairs, *grad_pairs;  // [kept chunk]
+    float *grad_b, *grad_c;     // of groups that are not split
     AdjointBuffers adjoint;
 
     Own(Carver &carver, const Sizes &sizes, const Plan &plan)
         : states(carver.floats(plan.length * plan.sharing * plan.state_size)),
           grad_states(carver.floats(plan.sharing * plan.state_size)),
+          pairs(carver.floats(plan.kept_pairs() * plan.padded * plan.padded)),
+          grad_pairs(carver.floats(plan.kept_pairs() * plan.padded * plan.padded)),
           grad_b(carver.floats(plan.splits ? 0 : plan.rows_size(sizes))),
           grad_c(carver.floats(plan.splits ? 0 : plan.rows_size(sizes))),
           adjoint(carver, sizes, plan) {}
 };
 
 struct Task {
-    int64_t index, row, first_head, heads;
+    int64_t row, first_head, heads;
+    int64_t part;  // of a split group
 };
 
 // Heads that are walked together.
@@ -74,10 +78,14 @@ struct Block {
 struct Backward {
     Sizes sizes;
     Tensors tensors;
+    GroupGradients group_gradients;
     Plan plan;
 
     explicit Backward(const anymamba_call &call)
-        : sizes(call.sizes), tensors(call.tensors), plan(sizes, tensors.borders, call.threads) {}
+        : sizes(call.sizes),
+          tensors(call.tensors),
+          group_gradients{sizes, tensors.grad_b, tensors.grad_c},
+          plan(sizes, tensors.borders, group_gradients.may_sum_in_place(), call.threads) {}
 
     Task task_of(int64_t index) const;
     void run(const anymamba_call &call, const Shared &shared, int64_t per_worker) const;
@@ -87,12 +95,19 @@ struct Backward {
                     Own &own) const;
     void refill(const Block &block, const Piece *pieces, int64_t count, const float *entry,
                 Own &own) const;
-    void back_through_chunk(const Block &block, const Piece *piece, const Piece *next,
-                            const float *states, float *grad_b, float *grad_c, bool first,
+    void back_through_chunk(const Task &task, const Block &block, const Piece *piece,
+                            const Piece *next, const float *states, const GroupSums &sums,
                             Own &own) const;
     void advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
                  float *to, Own &own) const;
-    Ahead look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const;
+    Ahead look_ahead(const Block &block, int64_t place, const Piece &piece, const Piece *next,
+                     int64_t work, bool walks) const;
+    GroupSums sums_of(const Task &task, const Piece *pieces, int64_t chunk, const Shared &shared,
+                      const Own &own) const;
+    float *share_of(const Shared &shared, int64_t owner, int64_t share, int64_t chunk) const {
+        const int64_t place = (owner * plan.shares() + share) * plan.length + chunk;
+        return shared.shares + place * 2 * plan.rows_size(sizes);
+    }
     void add_shares(int64_t segment, const Shared &shared, int64_t threads) const;
     void pass_empty_sequences() const;
 
@@ -111,20 +126,19 @@ struct Backward {
                      float *to) const;
     void store_states(const float *from, const Block &block, const Piece &piece,
                       const anymamba_tensor &to) const;
-    void write_group(const anymamba_tensor &to, const Chunk &chunk, int64_t group,
-                     const float *from) const;
 };
 
 Task Backward::task_of(int64_t index) const {
     if (!plan.splits) {
         const int64_t first = index % plan.parts * plan.sharing;
-        return {index, index / plan.parts, first, smaller(plan.sharing, sizes.heads - first)};
+        return {index / plan.parts, first, smaller(plan.sharing, sizes.heads - first), 0};
     }
     const int64_t group_heads = sizes.heads / sizes.groups;
     const int64_t part = index % plan.parts, group = index / plan.parts % sizes.groups;
     const int64_t first = part * group_heads / plan.parts;
     const int64_t last = (part + 1) * group_heads / plan.parts;
-    return {index, index / plan.parts / sizes.groups, group * group_heads + first, last - first};
+    const int64_t row = index / plan.parts / sizes.groups;
+    return {row, group * group_heads + first, last - first, part};
 }
 
 // body(block) for the blocks of a task, which are of nearly equal size.
@@ -153,24 +167,29 @@ void Backward::store_states(const float *from, const Block &block, const Piece &
                        HeadState(to, sequence, block.first_head + place));
 }
 
-// The rows that the next chunk reads, and writes if it is walked back; `work` is that of one head.
-Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, bool walks) const {
-    const Chunk chunk = next == nullptr ? Chunk{0, 0, 0} : chunk_of(block.row, *next);
-    Ahead ahead(chunk.steps * sizes.rank, block.heads * work);
-    const int64_t group = sizes.group_of(block.first_head);
-    const int64_t groups = sizes.group_of(block.first_head + block.heads - 1) - group + 1;
+// The rows that the next head reads, and writes if it is walked back: of the same chunk, or of the
+// next one for the last head of a block. Further ahead they would have left the second cache again
+// before they are used. `work` is that of one head.
+Ahead Backward::look_ahead(const Block &block, int64_t place, const Piece &piece, const Piece *next,
+                           int64_t work, bool walks) const {
+    const bool stays = place + 1 < block.heads;
+    if (!stays && next == nullptr) return Ahead(0, work);
+    const Chunk chunk = chunk_of(block.row, stays ? piece : *next);
+    const int64_t head = block.first_head + (stays ? place + 1 : 0), group = sizes.group_of(head);
+    const bool enters = !stays || group != sizes.group_of(head - 1);
+    Ahead ahead(chunk.steps * sizes.rank, work);
     const auto add_group = [&](const anymamba_tensor &of) {
-        ahead.add(Rows(of, chunk, sizes.rank, group), groups, sizes.state);
+        if (enters) ahead.add(Rows(of, chunk, sizes.rank, group), 1, sizes.state);
     };
-    const auto add_heads = [&](const anymamba_tensor &of) {
-        ahead.add(Rows(of, chunk, sizes.rank, block.first_head), block.heads, sizes.width);
+    const auto add_head = [&](const anymamba_tensor &of) {
+        ahead.add(Rows(of, chunk, sizes.rank, head), 1, sizes.width);
     };
     add_group(tensors.b);
-    add_heads(tensors.v);
+    add_head(tensors.v);
     if (!walks) return ahead;
     add_group(tensors.c);
-    add_heads(tensors.grad_y);
-    add_heads(tensors.grad_v);
+    add_head(tensors.grad_y);
+    add_head(tensors.grad_v);
     if (plan.splits) return ahead;
     add_group(tensors.grad_b);
     add_group(tensors.grad_c);
@@ -181,14 +200,15 @@ Ahead Backward::look_ahead(const Block &block, const Piece *next, int64_t work, 
 void Backward::advance(const Block &block, const Piece *piece, const Piece *next, const float *from,
                        float *to, Own &own) const {
     const Chunk chunk = chunk_of(block.row, *piece);
-    Ahead ahead = look_ahead(block, next, sizes.state_padded() / kPanel * sizes.width, false);
-    const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
+    const int64_t work = sizes.state_padded() / kPanel * sizes.width;
+    const Adjoint adjoint(sizes, own.adjoint, plan, chunk, GroupSums{});
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
         if (place == 0 || group != sizes.group_of(head - 1))
             copy_to_panels(Rows(tensors.b, chunk, sizes.rank, group), adjoint.positions,
                            adjoint.padded, sizes.state, own.adjoint.b);
         adjoint.fade_values(Rows(tensors.v, chunk, sizes.rank, head), tensors.steps, head);
+        Ahead ahead = look_ahead(block, place, *piece, next, work, false);
         adjoint.step_state(from + place * plan.state_size, to + place * plan.state_size, ahead);
     }
 }
@@ -231,39 +251,56 @@ void Backward::keep_states(const Task &task, const Shared &shared, Own &own) con
     });
 }
 
-void Backward::back_through_chunk(const Block &block, const Piece *piece, const Piece *next,
-                                  const float *states, float *grad_b, float *grad_c, bool first,
+// Where the sums over the heads of a task are kept for one chunk of the segment at `pieces`.
+GroupSums Backward::sums_of(const Task &task, const Piece *pieces, int64_t chunk,
+                            const Shared &shared, const Own &own) const {
+    const int64_t square = (plan.splits ? chunk : 0) * plan.padded * plan.padded;
+    const int64_t padded = round_up(pieces[chunk].steps * sizes.rank, kPanel);
+    GroupSums sums{own.pairs + square, own.grad_pairs + square, own.grad_b, own.grad_c,
+                   padded * kPanel,    kPanel};
+    if (!plan.splits) return sums;
+    const int64_t group = sizes.group_of(task.first_head);
+    if (plan.in_place && task.part == 0)
+        return group_gradients.in_place(sums, chunk_of(task.row, pieces[chunk]), group);
+    const int64_t share = task.part - (plan.in_place ? 1 : 0);
+    sums.grad_b = share_of(shared, task.row * sizes.groups + group, share, chunk);
+    sums.grad_c = sums.grad_b + plan.rows_size(sizes);
+    return sums;
+}
+
+void Backward::back_through_chunk(const Task &task, const Block &block, const Piece *piece,
+                                  const Piece *next, const float *states, const GroupSums &sums,
                                   Own &own) const {
     const Chunk chunk = chunk_of(block.row, *piece);
-    const Adjoint adjoint(sizes, own.adjoint, plan, chunk);
+    const Adjoint adjoint(sizes, own.adjoint, plan, chunk, sums);
     const int64_t work = sizes.state_padded() / kPanel * (2 * adjoint.positions + sizes.width);
-    Ahead ahead = look_ahead(block, next, work, true);
-    bool opens_group = true;
     for (int64_t place = 0; place < block.heads; ++place) {
         const int64_t head = block.first_head + place, group = sizes.group_of(head);
+        const bool enters = place == 0 || sizes.group_of(head - 1) != group;
+        // The first and the last head of the group in this task, whose heads are many blocks if
+        // the group is split.
+        const bool opens = enters && (!plan.splits || head == task.first_head);
+        const bool closes = head + 1 == task.first_head + task.heads ||
+                            sizes.group_of(head + 1) != group;
         const auto rows = [&](const anymamba_tensor &of, int64_t part) {
             return Rows(of, chunk, sizes.rank, part);
         };
-        if (opens_group) adjoint.share_group(rows(tensors.b, group), rows(tensors.c, group));
+        if (enters) adjoint.take_group(rows(tensors.b, group), rows(tensors.c, group));
+        if (opens) adjoint.pair_up();
         float *grad_state = own.grad_states + place * plan.state_size;
         adjoint.take_head(rows(tensors.v, head), rows(tensors.grad_y, head), tensors.steps, head);
-        adjoint.back_through_pairs(opens_group);
+        adjoint.back_through_pairs(opens);
         adjoint.back_to_values(grad_state);
+        Ahead ahead = look_ahead(block, place, *piece, next, work, true);
         const float kept = adjoint.back_through_state(states + place * plan.state_size, grad_state,
-                                                      grad_b, grad_c, first && opens_group, ahead);
+                                                      opens, ahead);
         adjoint.back_to_decay(kept);
         adjoint.back_to_weights();
         adjoint.write_values(rows(tensors.grad_v, head));
         adjoint.write_steps(tensors.grad_steps, head);
-        const bool closes_group = place + 1 == block.heads || sizes.group_of(head + 1) != group;
-        if (closes_group) {
-            adjoint.back_to_group(grad_b, grad_c);
-            if (!plan.splits) {
-                write_group(tensors.grad_b, chunk, group, grad_b);
-                write_group(tensors.grad_c, chunk, group, grad_c);
-            }
-        }
-        opens_group = closes_group;
+        if (!closes) continue;
+        adjoint.back_to_group();
+        if (!plan.splits) group_gradients.write(chunk, group, sums);
     }
 }
 
@@ -280,17 +317,12 @@ void Backward::walk_block(const Task &task, const Block &block, int64_t segment,
     if (!is_last)
         memcpy(own.grad_states, kept_state(shared, segment + 1, block.row, block.first_head),
                (size_t)size * sizeof(float));
-    const bool first = block.first_head == task.first_head;
     for (int64_t chunk = count - 1; chunk >= 0; --chunk) {
         const Piece &piece = pieces[chunk];
         if (piece.closes) load_states(tensors.grad_final, block, piece, own.grad_states);
-        float *grad_b = own.grad_b, *grad_c = own.grad_c;
-        if (plan.splits) {
-            grad_b = shared.shares + (task.index * plan.length + chunk) * 2 * plan.rows_size(sizes);
-            grad_c = grad_b + plan.rows_size(sizes);
-        }
-        back_through_chunk(block, &piece, chunk > 0 ? &piece - 1 : nullptr,
-                           own.states + chunk * size, grad_b, grad_c, first || !plan.splits, own);
+        back_through_chunk(task, block, &piece, chunk > 0 ? &piece - 1 : nullptr,
+                           own.states + chunk * size, sums_of(task, pieces, chunk, shared, own),
+                           own);
         if (piece.opens) store_states(own.grad_states, block, piece, tensors.grad_initial);
     }
     if (segment > 0)
@@ -303,36 +335,14 @@ void Backward::walk(const Task &task, int64_t segment, const Shared &shared, Own
                     [&](const Block &block) { walk_block(task, block, segment, shared, own); });
 }
 
-void Backward::write_group(const anymamba_tensor &to, const Chunk &chunk, int64_t group,
-                           const float *from) const {
-    const Rows rows(to, chunk, sizes.rank, group);
-    const int64_t positions = chunk.steps * sizes.rank, padded = round_up(positions, kPanel);
-    for (int64_t position = 0; position < positions; ++position) {
-        for (int64_t r = 0; r < sizes.state; r += kPanel) {
-            const float *part = from + r * padded + position * kPanel;
-            write_columns(to, rows.at(position) + r, sizes.state - r, load(part),
-                          load(part + kWidth));
-        }
-    }
-}
-
-// The gradients of B and C of split groups: shares are added in the order of the heads, whoever
-// computed them.
 void Backward::add_shares(int64_t segment, const Shared &shared, int64_t threads) const {
     const int64_t start = segment * plan.length;
     const int64_t count = smaller(plan.length, plan.pieces - start);
-    const int64_t size = plan.rows_size(sizes);
     parallel_for(sizes.rows * sizes.groups * count, threads, [&](int64_t index, int64_t) {
         const int64_t chunk = index % count, owner = index / count;
-        float *sum = shared.shares + (owner * plan.parts * plan.length + chunk) * 2 * size;
-        for (int64_t part = 1; part < plan.parts; ++part) {
-            const float *share = sum + part * plan.length * 2 * size;
-            for (int64_t at = 0; at < 2 * size; at += kWidth)
-                store(sum + at, load(sum + at) + load(share + at));
-        }
         const Chunk at = chunk_of(owner / sizes.groups, shared.pieces[start + chunk]);
-        write_group(tensors.grad_b, at, owner % sizes.groups, sum);
-        write_group(tensors.grad_c, at, owner % sizes.groups, sum + size);
+        group_gradients.add_shares(at, owner % sizes.groups, plan,
+                                   share_of(shared, owner, 0, chunk));
     });
 }
 
@@ -374,7 +384,7 @@ void Backward::run(const anymamba_call &call, const Shared &shared, int64_t per_
             Own own = own_of(worker);
             walk(task_of(index), segment, shared, own);
         });
-        add_shares(segment, shared, call.threads);
+        if (plan.shares() > 0) add_shares(segment, shared, call.threads);
     }
 }
 

@@ -11,10 +11,13 @@ namespace {
 
 // Positions of a chunk. The work inside a chunk grows with it, the traffic of the state shrinks.
 constexpr int64_t kPositions = kPanel > 16 ? kPanel : 16;
-// Heads that share a task. Heads of one group share C B^T and the copies of B and C; all of them
-// share the pages of memory that a row lies in.
-constexpr int64_t kSharing = 8;
-constexpr int64_t kTasksPerThread = 2;
+// Heads that share a task: heads of one group share C B^T and the copies of B and C, all of them
+// share the pages of memory that a row lies in. The limit on what they bring, states and the rows of
+// this chunk and the next, is measured with a second cache of 512 KB.
+constexpr int64_t kSharing = 12;
+constexpr int64_t kSharedNumbers = 160 * 1024;
+// What is shared costs about as much as three quarters of a head.
+constexpr int64_t kHeadPrice = 4, kTaskPrice = 3;
 
 struct Tensors {
     const anymamba_tensor &v, &b, &c, &initial, &borders, &y, &final_state;
@@ -42,10 +45,8 @@ struct Cut {
         steps = larger(1, kPositions / sizes.rank);
         padded = round_up(smaller(steps, sizes.length) * sizes.rank, kPanel);
         sequences = sizes.sequences > 0 ? sizes.sequences : sizes.rows;
-        const int64_t enough = kTasksPerThread * threads;
-        heads = smaller(sizes.heads, kSharing);
         panels = sizes.width_panels();
-        while (heads > 1 && tasks(sizes) < enough) --heads;
+        heads = cheapest_heads(sizes, threads);
         while (panels > 1 && tasks(sizes) < threads) --panels;
         head_blocks = ceil_div(sizes.heads, heads);
         panel_blocks = ceil_div(sizes.width_panels(), panels);
@@ -53,6 +54,24 @@ struct Cut {
 
     int64_t tasks(const Sizes &sizes) const {
         return sequences * ceil_div(sizes.heads, heads) * ceil_div(sizes.width_panels(), panels);
+    }
+
+  private:
+    // The heads of a task with which the busiest thread has the least to do.
+    int64_t cheapest_heads(const Sizes &sizes, int64_t threads) {
+        const int64_t rows = sizes.width + sizes.state * sizes.groups / sizes.heads;
+        const int64_t numbers = sizes.width * sizes.state_padded() + 4 * padded * rows;
+        const int64_t most =
+            smaller(sizes.heads, larger(1, smaller(kSharing, kSharedNumbers / numbers)));
+        int64_t best = 1, least = -1;
+        for (heads = most; heads >= 1; --heads) {
+            const int64_t rounds = ceil_div(tasks(sizes), threads);
+            const int64_t price = rounds * (kHeadPrice * heads + kTaskPrice);
+            if (least >= 0 && price >= least) continue;
+            least = price;
+            best = heads;
+        }
+        return best;
     }
 };
 
@@ -152,9 +171,8 @@ void Forward::weigh(const Task &task, const Chunk &chunk, int64_t head, Buffers 
         const float *pairs = buffers.pairs + target * cut.padded;
         float *weights = buffers.weights + target * cut.padded;
         for_sources(decay, target, sizes.rank, padded,
-                    [&](int64_t source, Vec, Vec factor, IntVec counts) {
-                        const Vec weight = load(pairs + source) * factor;
-                        store(weights + source, select(counts, weight, Vec{}));
+                    [&](int64_t source, Vec, Vec factor, auto which) {
+                        store(weights + source, counted(which, load(pairs + source) * factor));
                     });
     }
     const Rows rows(tensors.v, chunk, sizes.rank, head);
@@ -196,7 +214,7 @@ void Forward::advance(const Task &task, const Chunk &chunk, int64_t place, const
                               tile.at[row][0], tile.at[row][1]);
         });
         for_tiles(0, sizes.state, [&](auto rows, int64_t r) {
-            auto tile = load_tile<rows.value>(state + r * kPanel);
+            auto tile = load_tile<rows.value>(state + r * kPanel, kPanel);
             scale_tile(tile, buffers.decay.keep);
             multiply<Left::kByColumn>(tile, buffers.b + r, stride, v_faded, positions);
             store_tile(state + r * kPanel, kPanel, tile);

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from typing import Any, NamedTuple
 
@@ -30,6 +31,14 @@ class Result(NamedTuple):
     def documents(self) -> list[Any]:
         """The JSON documents on stdout, one per line."""
         return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture
+def interruptible():
+    """Let processes hear Ctrl-C where the tests run behind `&`: a shell makes those ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

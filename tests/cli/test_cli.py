@@ -191,6 +191,7 @@ def test_a_closed_pipe_is_no_error(checkpoint):
     assert errors == ""
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_cleanly(checkpoint):
     """An interrupt ends the text: the speed is still told, the code is 130, no traceback."""
     with start("generate", checkpoint, "--prompt", "x", "--max-new-tokens", 100000) as process:

@@ -118,6 +118,7 @@ def test_the_demo_trains_verifies_writes_and_compares(run, sets, tmp_path, monke
     assert (tmp_path / "mine" / "diary.txt").is_file()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_run_that_can_be_resumed(sets, tmp_path):
     """One Ctrl-C: the step is finished, a checkpoint is written, the exit code is 130."""
     out = tmp_path / "run"

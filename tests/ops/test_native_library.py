@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from anymamba.errors import BackendError, ConfigError
 from anymamba.ops import native_status, ssd_core
+from anymamba.ops.native import new_tensor
 from anymamba.ops.native.library import load
 from anymamba.settings import override
 from kernels import NATIVE, running
@@ -173,3 +175,31 @@ def test_the_portable_code_is_the_same_without_the_library():
         portable = ssd_core(*inputs())
     assert_same(portable.y_bsmhp, plain.y_bsmhp)
     assert_same(portable.final_bhpr, plain.final_bhpr)
+
+
+def _large_pages_near(address: int) -> int:
+    """Return the kilobytes of large pages in the mapping that holds an address."""
+    is_inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            start, stop = (int(border, 16) for border in first.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and first == "AnonHugePages:":
+            found += int(line.split()[1])
+    return found
+
+
+_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _SWITCH.exists() or "[never]" in _SWITCH.read_text(encoding="utf-8"),
+    reason="this system has no large pages",
+)
+def test_large_results_lie_in_large_pages():
+    """Memory that a kernel fills for the first time costs one fault per large page."""
+    torch.use_deterministic_algorithms(False)  # poisoning would fill it before it is advised
+    tensor = new_tensor(torch.zeros(1), (64 << 20,), torch.uint8)
+    tensor.fill_(1)
+    assert _large_pages_near(tensor.data_ptr() + tensor.nbytes // 2) >= 32 << 10

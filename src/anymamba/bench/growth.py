@@ -58,6 +58,10 @@ def growth_figures(
 ) -> list[Growth]:
     """Measure seconds per token of SSD core (one group) and selective scan at several lengths.
 
+    Every run returns new tensors, as a user's does, and filling their memory for the first time is
+    part of its time at every length: small ones are found again on the heap, those above 32 MB are
+    mapped anew (`ops/native/memory.py`).
+
     Args:
         lengths: of the sequences.
         modes: any of "forward" and "train".

@@ -1,6 +1,7 @@
 """What `verify` found: rows of the equality matrix, as values and as text."""
 
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, NamedTuple
 
 __all__ = ["VerifyReport", "VerifyRow"]
@@ -65,7 +66,10 @@ class VerifyReport:
             last = "none" if row.diverges_at is None else f"at {row.diverges_at}"
             last = last + ("" if row.ok else "  FAILS") if row.ran else "did not run"
             lines.append(f"  {row.way:<20}{row.dtype:<10}{errors}{row.tolerance:>9.0e}  {last}")
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        notes = (
+            fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in self.notes
+        )
+        return "\n".join([*lines, *notes])
 
     @property
     def notes(self) -> list[str]:

@@ -8,11 +8,12 @@ from anymamba.ops.native.call import (
     DTYPES,
     KernelCall,
     kernel_in_force,
-    kernel_threads,
     run_kernel,
 )
 from anymamba.ops.native.kernel import Kernel, check_storage, refusal_of
 from anymamba.ops.native.library import NativeStatus, native_status
+from anymamba.ops.native.memory import new_tensor
+from anymamba.ops.native.threads import kernel_threads
 
 __all__ = [
     "AXES",
@@ -24,6 +25,7 @@ __all__ = [
     "kernel_in_force",
     "kernel_threads",
     "native_status",
+    "new_tensor",
     "refusal_of",
     "run_kernel",
 ]

@@ -1,7 +1,6 @@
 """One call of a kernel: views, sizes, workspace, threads, laid out as in `native/anymamba.h`."""
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,23 +9,14 @@ from torch import Tensor
 
 from anymamba.errors import BackendError
 from anymamba.ops.native.library import load, native_status
+from anymamba.ops.native.memory import new_tensor
+from anymamba.ops.native.threads import kernel_threads
 from anymamba.settings import current
 
-__all__ = ["AXES", "DTYPES", "KernelCall", "kernel_in_force", "kernel_threads", "run_kernel"]
+__all__ = ["AXES", "DTYPES", "KernelCall", "kernel_in_force", "run_kernel"]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.float16: 3}
 AXES = 6
-_in_forked_child = False
-
-
-def _note_fork() -> None:
-    global _in_forked_child
-    _in_forked_child = True
-
-
-# OpenMP's pool does not survive a fork: a parallel region in the child would wait for ever.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 class KernelCall(ctypes.Structure):
@@ -59,7 +49,7 @@ def run_kernel(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]
         ctypes.addressof(views), ctypes.addressof(numbers), None, kernel_threads(), variant
     )
     wanted = function(ctypes.byref(call))
-    workspace = _any(tensors).new_empty(max(wanted, 1), dtype=torch.uint8)
+    workspace = new_tensor(_any(tensors), (max(wanted, 1),), torch.uint8)
     call.workspace = workspace.data_ptr()
     function(ctypes.byref(call))
 
@@ -79,11 +69,6 @@ def kernel_in_force(name: str) -> tuple[Any, int]:
     function = getattr(library.handle, f"anymamba_{name}")
     function.restype = ctypes.c_int64
     return function, library.variants[status.variant]
-
-
-def kernel_threads() -> int:
-    """Return how many threads a kernel may use: torch's number, one in a forked child."""
-    return 1 if _in_forked_child else torch.get_num_threads()
 
 
 def _views(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_int64]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anymamba.ops.native import check_storage, run_kernel
+from anymamba.ops.native import check_storage, new_tensor, run_kernel
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -43,8 +43,8 @@ def forward(
         The outputs, in the dtype of u, and the final states, in float32.
     """
     tensors = (u_bsi, dt_bsi, a_ir, b, c, initial_bir, skip_i, z_bsi)
-    y_bsi = u_bsi.new_empty(u_bsi.shape)
-    final_bir = initial_bir.new_empty(initial_bir.shape, dtype=torch.float32)
+    y_bsi = new_tensor(u_bsi, u_bsi.shape)
+    final_bir = new_tensor(initial_bir, initial_bir.shape, torch.float32)
     run_kernel("scan_forward", (*_inputs(tensors, constants), y_bsi, final_bir), _sizes(tensors))
     return y_bsi, final_bir
 
@@ -64,7 +64,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Differentiate the scan from its inputs alone; nothing of the forward is kept."""
     tensors = (u_bsi, dt_bsi, a_ir, b, c, initial_bir, skip_i, z_bsi)
-    grads = tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+    grads = tuple(new_tensor(tensor, tensor.shape) for tensor in tensors)
     given = (grad_y_bsi.contiguous(), grad_final_bir.contiguous())
     wanted = (grad if grad.numel() else None for grad in grads)
     run_kernel("scan_backward", (*given, *_inputs(tensors, constants), *wanted), _sizes(tensors))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anymamba.ops.native import check_storage, run_kernel
+from anymamba.ops.native import check_storage, new_tensor, run_kernel
 from anymamba.ops.ssd.adjoint import CoreGradients
 
 __all__ = ["backward", "forward", "refusal"]
@@ -46,8 +46,8 @@ def forward(
     Returns:
         The outputs, in the dtype of v, and the final states, in float32.
     """
-    y_bsmhp = v_bsmhp.new_empty(v_bsmhp.shape)
-    final_bhpr = initial_bhpr.new_empty(initial_bhpr.shape, dtype=torch.float32)
+    y_bsmhp = new_tensor(v_bsmhp, v_bsmhp.shape)
+    final_bhpr = new_tensor(initial_bhpr, initial_bhpr.shape, torch.float32)
     inputs = _inputs(v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, scale_bsh, own_bsh)
     run_kernel(
         "ssd_forward",
@@ -72,7 +72,7 @@ def backward(
 ) -> CoreGradients:
     """Differentiate the scan from its inputs alone; nothing of the forward is kept."""
     inputs = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr, scale_bsh, own_bsh)
-    grads = CoreGradients(*(x.new_empty(x.shape) for x in inputs))
+    grads = CoreGradients(*(new_tensor(x, x.shape) for x in inputs))
     run_kernel(
         "ssd_backward",
         [

@@ -1,0 +1,58 @@
+"""New memory for what the kernels write, in pages as large as the system has.
+
+The C library hands memory of more than 32 MB back to the system as soon as it is freed, so every
+call that returns a tensor of that size meets new pages. By default they have 4 KB, and each costs a
+fault of its own: at 65,536 tokens a quarter of the time of a forward. Linux gives pages of 2 MB to
+those who ask (`madvise`); the numbers are the same.
+
+The threads of a kernel walk along time side by side and would all meet a new page at once: each
+fills one of its own, and all but one are thrown away. So the pages are first touched in turn, each
+thread a stretch of its own.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from anymamba.ops.native.threads import kernel_threads
+
+__all__ = ["new_tensor"]
+
+_ALWAYS_NEW = 32 << 20
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+# Several times per page, so that there are enough of them for torch to share out to its threads.
+_BETWEEN_TOUCHES = 1024
+
+
+def new_tensor(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised tensor on the device of `like`, and in its dtype unless one is given.
+
+    Example:
+        >>> new_tensor(torch.zeros(2), (3, 4), torch.bfloat16).shape
+        torch.Size([3, 4])
+    """
+    tensor = like.new_empty(shape, dtype=dtype or like.dtype)
+    if tensor.nbytes < _ALWAYS_NEW or (advise := _madvise()) is None:
+        return tensor
+    # Whole pages only. A refusal (a kernel without large pages) leaves small ones, which serve.
+    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    advise(start, stop - start, _MADV_HUGEPAGE)
+    if kernel_threads() > 1:
+        tensor.view(-1).view(torch.uint8)[::_BETWEEN_TOUCHES].zero_()
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function
