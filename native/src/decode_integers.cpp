@@ -94,7 +94,9 @@ struct Strip {
     }
     int64_t row_bytes() const { return blocks * Format::kBytes; }
     int64_t scale_bytes() const { return blocks * (int64_t)sizeof(BFloat16); }
-    Ahead ahead() const { return Ahead(data, kGroups * kLanes * row_bytes(), kGroups * blocks); }
+    Ahead ahead() const {
+        return Lookahead(kGroups * kLanes * row_bytes(), kGroups * blocks, 1).behind(data, 0);
+    }
 
     ANYMAMBA_INLINE EightRows<kWhole> weights_of(int64_t group) const {
         const int64_t skip = group * kLanes;

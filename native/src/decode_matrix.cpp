@@ -149,28 +149,31 @@ int64_t write_group(const DecodeMatrix &matrix, const Activations &x, int64_t ro
     return kVectors;
 }
 
+// The rows from `first` to before `last` as far as groups of kRows go; returns where it ended.
 template <class Format, int kRows, int kVectors>
-void write_rows(const DecodeMatrix &matrix, const Activations &x, int64_t row, float *out,
-                int64_t out_stride) {
+int64_t write_groups(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
+                     float *out, int64_t out_stride) {
     const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
-    const int64_t groups = ceil_div(x.rows, kVectors);
-    const int64_t steps = ceil_div(matrix.columns, Format::kParts * kWidth);
-    const int64_t bytes = kRows * matrix.columns * (int64_t)sizeof(*data);
-    int64_t vector = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-        const Ahead ahead(data + row * matrix.columns, bytes, steps, group, groups);
-        vector += write_group<Format, kRows, kVectors>(matrix, x, row, vector, ahead, out,
-                                                       out_stride);
+    const int64_t columns = matrix.columns, shares = ceil_div(x.rows, kVectors);
+    const Lookahead lookahead(kRows * columns * (int64_t)sizeof(*data),
+                              ceil_div(columns, Format::kParts * kWidth), shares);
+    int64_t row = first;
+    for (; row + kRows <= last; row += kRows) {
+        int64_t vector = 0;
+        for (int64_t share = 0; share < shares; ++share)
+            vector += write_group<Format, kRows, kVectors>(
+                matrix, x, row, vector, lookahead.behind(data + row * columns, share), out,
+                out_stride);
     }
+    return row;
 }
 
 template <class Format, int kRows, int kVectors>
 void multiply_in(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
                  float *out, int64_t out_stride) {
-    int64_t row = first;
-    for (; row + kRows <= last; row += kRows)
-        write_rows<Format, kRows, kVectors>(matrix, x, row, out, out_stride);
-    for (; row < last; ++row) write_rows<Format, 1, kVectors>(matrix, x, row, out, out_stride);
+    const int64_t row = write_groups<Format, kRows, kVectors>(matrix, x, first, last, out,
+                                                              out_stride);
+    if (row < last) write_groups<Format, 1, kVectors>(matrix, x, row, last, out, out_stride);
 }
 
 // One vector meets four rows at a time.
