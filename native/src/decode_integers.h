@@ -153,8 +153,8 @@ struct Int8Format {
     }
 };
 
-// Words are four 8-bit activations: eight products of pairs fit into 16 bits, as weights are at most
-// 15 and 8 * 2 * 15 * 127 = 30480.
+// Words are four 8-bit activations. Eight products of pairs fit into 16 bits, as weights are at
+// most 15: 8 * 2 * 15 * 127 = 30480.
 struct Int4Format {
     static constexpr int64_t kBytes = 16, kUnits = 8;
     static constexpr float kLargest = 127.0f;

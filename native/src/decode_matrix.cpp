@@ -5,8 +5,8 @@
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
-// A format says how stored weights become vectors, part by part of a step of kParts vectors, and how
-// many rows meet four vectors at a time: as many as leave their sums in registers.
+// A format says how stored weights become vectors, part by part of a step of kParts vectors, and
+// how many rows meet four vectors at a time: as many as leave their sums in registers.
 
 struct WideFormat {
     typedef float Stored;

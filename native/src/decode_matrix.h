@@ -32,14 +32,17 @@ struct Ahead {
     }
 };
 
-// As far behind what is read as memory is away, in whole groups of rows, so that no line is asked
-// for twice. A group of `bytes` is read in `steps`, once for each of the `shares` of the vectors.
-// Made once per matrix: three divisions are as much as a tenth of a group.
+// How far behind what is read memory is asked for; 16 KiB were no better.
+constexpr int64_t kAheadBytes = 4096;
+
+// That far in whole groups of rows, so that no line is asked for twice. A group of `bytes` is read
+// in `steps`, once for each of the `shares` of the vectors. Made once per matrix: three divisions
+// are as much as a tenth of a group.
 struct Lookahead {
     int64_t distance, part, pace;
 
     Lookahead(int64_t bytes, int64_t steps, int64_t shares)
-        : distance(ceil_div(4096, bytes) * bytes),
+        : distance(ceil_div(kAheadBytes, bytes) * bytes),
           part(bytes / shares),
           pace(bytes / (steps * shares)) {}
 
