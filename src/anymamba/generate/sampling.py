@@ -140,7 +140,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     vocabulary = logits.shape[-1]
     mass = logits.softmax(-1)
-    for count in (*NUCLEUS_GUESSES, vocabulary):
+    few, many = NUCLEUS_GUESSES
+    for count in (few, many, vocabulary):
         values, index = logits.topk(min(count, vocabulary))
         ranked = mass.gather(-1, index)
         reached = ranked.cumsum(-1)
