@@ -36,8 +36,8 @@ struct Ahead {
 constexpr int64_t kAheadBytes = 4096;
 
 // That far in whole groups of rows, so that no line is asked for twice. A group of `bytes` is read
-// in `steps`, once for each of the `shares` of the vectors. Made once per matrix: three divisions
-// are as much as a tenth of a group.
+// in `steps`, once for each of the `shares` of the vectors. Made once per matrix, because of its
+// divisions.
 struct Lookahead {
     int64_t distance, part, pace;
 
