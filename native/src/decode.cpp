@@ -45,9 +45,11 @@ Desk take_desk(Carver &carver, const Widths &widths, int64_t width, int64_t rows
     desk.stream = carver.floats(rows * padded(width));
     desk.normed = carver.floats(rows * columns);
     desk.scratch = carver.floats(widths.scratch);
-    desk.x.padded = columns;
-    desk.x.shorts = carver.take<int16_t>(rows * columns);
+    desk.x.paired_stride = columns;
+    desk.x.paired = carver.floats(rows * columns);
+    desk.x.words = carver.take<int32_t>(rows * columns / 2);
     desk.x.scales = carver.floats(rows * columns / kDecodeBlock);
+    desk.x.offsets = carver.take<int32_t>(rows * columns / kDecodeBlock);
     return desk;
 }
 

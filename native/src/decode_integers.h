@@ -1,44 +1,34 @@
-// Blocks of 8-bit and 4-bit weights times 16-bit activations.
+// Blocks of 8-bit and 4-bit weights of eight matrix rows at a time, a row in each lane, and the
+// integers that activations become to meet them.
+//
+// With rows in the lanes a block's sum is whole before it is scaled: one conversion and one product
+// of scales serve eight rows. The weights lie row after row, so they are turned on the way; that is
+// paid once for all vectors.
 #pragma once
 
 #include "decode_matrix.h"
 
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
-// Eight lanes on every instruction set: a block is two vectors of sixteen 16-bit integers.
-typedef int16_t Shorts __attribute__((vector_size(32)));
+// Eight lanes of 32 bits on every instruction set.
+constexpr int64_t kLanes = 8;
 typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef float Floats __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
-typedef uint16_t Scales __attribute__((vector_size(16)));
-typedef uint32_t ScaleBits __attribute__((vector_size(32)));
 
 template <class T>
 ANYMAMBA_INLINE T fetch(const void *from) {
     T value;
     memcpy(&value, from, sizeof(value));
     return value;
-}
-
-// AVX2 by name where the compiler makes four instructions of one (GCC 12 widens vectors in halves).
-ANYMAMBA_INLINE Shorts widen_bytes(Bytes bytes) {
-#if defined(__AVX2__)
-    return (Shorts)_mm256_cvtepi8_epi16((__m128i)bytes);
-#else
-    return __builtin_convertvector(bytes, Shorts);
-#endif
-}
-
-ANYMAMBA_INLINE Floats widen_scales(const BFloat16 *from) {
-#if defined(__AVX2__)
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(fetch<__m128i>(from)), 16);
-#else
-    return (Floats)(__builtin_convertvector(fetch<Scales>(from), ScaleBits) << 16);
-#endif
 }
 
 // Sums of the products of neighbouring pairs: one instruction on x86.
@@ -57,106 +47,145 @@ ANYMAMBA_INLINE Ints pair_products(Shorts a, Shorts b) {
 #endif
 }
 
-ANYMAMBA_INLINE float sum_of(Floats value) {
-    float lanes[8];
-    memcpy(lanes, &value, sizeof(lanes));
-    for (int half = 4; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+// The same of bytes, unsigned ones times signed ones; the sums must fit.
+ANYMAMBA_INLINE Shorts byte_products(Shorts a, Shorts b) {
+#if defined(__AVX2__)
+    return (Shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a & 255) * (b << 8 >> 8) + (Shorts)((Halves)a >> 8) * (b >> 8);
+#endif
 }
 
-struct Int8Blocks {
-    static constexpr int64_t kBytes = 32;
+// Up to eight matrix rows. The lanes of missing ones repeat the last.
+template <bool kWhole>
+struct EightRows {
+    const uint8_t *first;
+    int64_t bytes;  // from row to row
+    int64_t count;
 
-    static ANYMAMBA_INLINE void open(const uint8_t *from, Shorts *low, Shorts *high) {
-        *low = widen_bytes(fetch<Bytes>(from));
-        *high = widen_bytes(fetch<Bytes>(from + 16));
-    }
-};
-
-struct Int4Blocks {
-    static constexpr int64_t kBytes = 16;
-
-    // Shifts of signed integers spread the sign of either nibble.
-    static ANYMAMBA_INLINE void open(const uint8_t *from, Shorts *low, Shorts *high) {
-        const Shorts both = widen_bytes(fetch<Bytes>(from));
-        *low = both << 12 >> 12;
-        *high = both >> 4;
-    }
-};
-
-// GCC 12 loses track of the table of factors when it unrolls, and warns of memory that is written.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-template <class Format>
-struct IntegerRows {
-    const uint8_t *data;
-    const BFloat16 *scales;
-    int64_t blocks;
-
-    explicit IntegerRows(const DecodeMatrix &matrix)
-        : data(static_cast<const uint8_t *>(matrix.data)),
-          scales(static_cast<const BFloat16 *>(matrix.scales)),
-          blocks(ceil_div(matrix.columns, kDecodeBlock)) {}
-
-    int64_t row_bytes() const { return blocks * Format::kBytes; }
-
-    template <int kRows, int kVectors>
-    ANYMAMBA_INLINE void dot(int64_t row, const Activations &x, int64_t vector, Ahead ahead,
-                             float (*sums)[kVectors]) const {
-        Floats acc[kRows][kVectors];
-        for (int r = 0; r < kRows; ++r)
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = Floats{};
-        int64_t block = 0;
-        for (; block + 8 <= blocks; block += 8)
-            add_blocks<kRows, kVectors>(row, x, vector, block, 8, ahead, acc);
-        if (block < blocks)
-            add_blocks<kRows, kVectors>(row, x, vector, block, blocks - block, ahead, acc);
-        for (int r = 0; r < kRows; ++r)
-            for (int v = 0; v < kVectors; ++v) sums[r][v] = sum_of(acc[r][v]);
+    ANYMAMBA_INLINE const uint8_t *row(int64_t lane) const {
+        return first + (kWhole ? lane : smaller(lane, count - 1)) * bytes;
     }
 
-    template <int kRows, int kVectors>
-    ANYMAMBA_INLINE void add_blocks(int64_t row, const Activations &x, int64_t vector,
-                                    int64_t block, int64_t count, Ahead &ahead,
-                                    Floats (*acc)[kVectors]) const {
-        // The scales of eight blocks at once: of the weights times of the activations.
-        float factor[kRows][kVectors][8];
-        const int64_t x_blocks = x.padded / kDecodeBlock;
-        for (int r = 0; r < kRows; ++r) {
-            const BFloat16 *from = scales + (row + r) * blocks + block;
-            BFloat16 part[8] = {};
-            if (count < 8) memcpy(part, from, (size_t)count * sizeof(BFloat16));
-            const Floats weight_scale = widen_scales(count < 8 ? part : from);
-            for (int v = 0; v < kVectors; ++v) {
-                const Floats product =
-                    weight_scale * fetch<Floats>(x.scales + (vector + v) * x_blocks + block);
-                for (int lane = 0; lane < 8; ++lane) factor[r][v][lane] = product[lane];
-            }
+    // The sixteen bytes at `offset` of every row, as four vectors: four bytes of a row in its lane.
+    ANYMAMBA_INLINE void turn(int64_t offset, Words *to) const {
+#if defined(__AVX2__)
+        __m256i pair[4];
+        for (int64_t lane = 0; lane < 4; ++lane) {
+            const __m128i low = fetch<__m128i>(row(lane) + offset);
+            const __m128i high = fetch<__m128i>(row(lane + 4) + offset);
+            pair[lane] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
         }
-        const int16_t *shorts = x.shorts + (block * x.rows + vector) * kDecodeBlock;
-        for (int64_t place = 0; place < count; ++place, shorts += x.rows * kDecodeBlock) {
-            ahead.template take<kRows * Format::kBytes>();
-            for (int r = 0; r < kRows; ++r) {
-                Shorts low, high;
-                Format::open(data + ((row + r) * blocks + block + place) * Format::kBytes, &low,
-                             &high);
-                for (int v = 0; v < kVectors; ++v) {
-                    const int16_t *own = shorts + v * kDecodeBlock;
-                    const Ints sum = pair_products(low, fetch<Shorts>(own)) +
-                                     pair_products(high, fetch<Shorts>(own + 16));
-                    acc[r][v] += __builtin_convertvector(sum, Floats) * factor[r][v][place];
-                }
-            }
+        const __m256i low01 = _mm256_unpacklo_epi32(pair[0], pair[1]);
+        const __m256i high01 = _mm256_unpackhi_epi32(pair[0], pair[1]);
+        const __m256i low23 = _mm256_unpacklo_epi32(pair[2], pair[3]);
+        const __m256i high23 = _mm256_unpackhi_epi32(pair[2], pair[3]);
+        to[0] = (Words)_mm256_unpacklo_epi64(low01, low23);
+        to[1] = (Words)_mm256_unpackhi_epi64(low01, low23);
+        to[2] = (Words)_mm256_unpacklo_epi64(high01, high23);
+        to[3] = (Words)_mm256_unpackhi_epi64(high01, high23);
+#else
+        uint32_t words[4][kLanes];
+        for (int64_t lane = 0; lane < kLanes; ++lane)
+            for (int64_t part = 0; part < 4; ++part)
+                memcpy(&words[part][lane], row(lane) + offset + 4 * part, 4);
+        memcpy(to, words, sizeof(words));
+#endif
+    }
+};
+
+ANYMAMBA_INLINE int32_t sum_of(const int32_t *block) {
+    int32_t sum = 0;
+    for (int64_t place = 0; place < kDecodeBlock; ++place) sum += block[place];
+    return sum;
+}
+
+// A format says how a block becomes units, each of which meets one word of every vector:
+//   sum of a block = total(start(offset) + product(unit 0, word 0) + ..., offset).
+// Weights are shifted to be never negative, which needs no instruction to spread their signs, and
+// the offset takes the shift times the sum of the activations back.
+
+// Words are pairs of 16-bit activations. Of four neighbouring columns the even ones make a unit and
+// the odd ones the next, because a mask and a shift then suffice to widen them.
+struct Int8Format {
+    static constexpr int64_t kBytes = 32, kUnits = 16;
+    static constexpr float kLargest = 32767.0f;
+    typedef Ints Sum;
+
+    template <class Rows>
+    static ANYMAMBA_INLINE void open(const Rows &rows, int64_t block, Shorts *units) {
+        Words turned[8];
+        rows.turn(block * kBytes, turned);
+        rows.turn(block * kBytes + 16, turned + 4);
+        for (int64_t four = 0; four < 8; ++four) {
+            const Halves pairs = (Halves)(turned[four] ^ 0x80808080u);
+            units[2 * four] = (Shorts)(pairs & 0x00FF);
+            units[2 * four + 1] = (Shorts)(pairs >> 8);
         }
     }
+    static ANYMAMBA_INLINE Ints product(Shorts unit, Ints word) {
+        return pair_products(unit, (Shorts)word);
+    }
+    static ANYMAMBA_INLINE Ints start(int32_t offset) { return Ints{} - offset; }
+    static ANYMAMBA_INLINE Ints total(Ints sum, int32_t) { return sum; }
+
+    // 15 bits lose 2e-5 of a block's largest entry, far less than the weights lost.
+    static ANYMAMBA_INLINE int32_t pack(const int32_t *values, int32_t *words) {
+        // Two columns and the two that follow them make two words, so 64 bits at a time.
+#if defined(__AVX2__)
+        for (int64_t half = 0; half < 2; ++half) {
+            const __m256i a = fetch<__m256i>(values + 16 * half);
+            const __m256i b = fetch<__m256i>(values + 16 * half + 8);
+            const __m256i first = _mm256_unpacklo_epi64(a, b), next = _mm256_unpackhi_epi64(a, b);
+            const __m256i packed = _mm256_blend_epi16(first, _mm256_slli_epi32(next, 16), 0xAA);
+            const __m256i in_order = _mm256_permute4x64_epi64(packed, 0xD8);
+            memcpy(words + 8 * half, &in_order, sizeof(in_order));
+        }
+#else
+        constexpr uint64_t kLow = 0x0000FFFF0000FFFFu;
+        uint64_t pairs[kDecodeBlock / 2], packed[kUnits / 2];
+        memcpy(pairs, values, sizeof(pairs));
+        for (int64_t four = 0; four < kUnits / 2; ++four)
+            packed[four] = (pairs[2 * four] & kLow) | (pairs[2 * four + 1] & kLow) << 16;
+        memcpy(words, packed, sizeof(packed));
+#endif
+        return 128 * sum_of(values);
+    }
 };
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
+// Words are four 8-bit activations. Eight products of pairs fit into 16 bits, as weights are at
+// most 15: 8 * 2 * 15 * 127 = 30480.
+struct Int4Format {
+    static constexpr int64_t kBytes = 16, kUnits = 8;
+    static constexpr float kLargest = 127.0f;
+    typedef Shorts Sum;
+
+    template <class Rows>
+    static ANYMAMBA_INLINE void open(const Rows &rows, int64_t block, Shorts *units) {
+        Words turned[4];
+        rows.turn(block * kBytes, turned);
+        for (int64_t four = 0; four < 4; ++four) {
+            const Words both = turned[four] ^ 0x88888888u;
+            units[four] = (Shorts)(both & 0x0F0F0F0Fu);
+            units[four + 4] = (Shorts)(both >> 4 & 0x0F0F0F0Fu);
+        }
+    }
+    static ANYMAMBA_INLINE Shorts product(Shorts unit, Ints word) {
+        return byte_products(unit, (Shorts)word);
+    }
+    static ANYMAMBA_INLINE Shorts start(int32_t) { return Shorts{}; }
+    static ANYMAMBA_INLINE Ints total(Shorts sum, int32_t offset) {
+        const Shorts ones = Shorts{} + 1;
+        return pair_products(sum, ones) - offset;
+    }
+
+    // 7 bits lose half a hundredth of a block's largest entry, a tenth of what the weights lost.
+    static ANYMAMBA_INLINE int32_t pack(const int32_t *values, int32_t *words) {
+        int8_t bytes[kDecodeBlock];
+        for (int64_t place = 0; place < kDecodeBlock; ++place) bytes[place] = (int8_t)values[place];
+        memcpy(words, bytes, sizeof(bytes));
+        return 8 * sum_of(values);
+    }
+};
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

@@ -46,25 +46,68 @@ ANYMAMBA_INLINE Vec decay_of(Vec exponent) {
     return exp2_scaled(held - (shifted - kRounder), shifted);
 }
 
-ANYMAMBA_INLINE float scan_channel(const float *a, float *state, const float *b, const float *c,
-                                   int64_t size, float dt, float input) {
-    Vec sum = {};
+// Channels whose sums over the state are taken together.
+constexpr int kChannels = 4;
+
+// One vector of the state of a channel; returns what it adds to y, lane by lane.
+ANYMAMBA_INLINE Vec advance(float *state, Vec a, Vec b, Vec c, float dt, float input) {
+    const Vec next = load(state) * decay_of(a * dt) + b * input;
+    store(state, next);
+    return next * c;
+}
+
+struct Channels {
+    const float *a;  // (channels, size)
+    float *state;    // (channels, stride)
+    int64_t size, stride;
+    const float *b, *c;
+    const float *dt, *x;
+};
+
+// y = H . c for kChannels channels from `first` on, after H = decay H + dt x b.
+ANYMAMBA_INLINE void scan_four(const Channels &all, int64_t first, float *y) {
+    const float *a = all.a + first * all.size;
+    float *state = all.state + first * all.stride;
+    const float *dt = all.dt + first, *x = all.x + first;
+    Vec sum[kChannels] = {};
     int64_t place = 0;
-    for (; place + kWidth <= size; place += kWidth) {
-        const Vec next =
-            load(state + place) * decay_of(load(a + place) * dt) + load(b + place) * input;
-        store(state + place, next);
-        sum += next * load(c + place);
+    for (; place + kWidth <= all.size; place += kWidth) {
+        const Vec b = load(all.b + place), c = load(all.c + place);
+#pragma GCC unroll 4
+        for (int at = 0; at < kChannels; ++at)
+            sum[at] += advance(state + at * all.stride + place, load(a + at * all.size + place), b,
+                               c, dt[at], dt[at] * x[at]);
     }
-    if (place < size) {
-        const int64_t rest = size - place;
-        const Vec decay = decay_of(load_part(a + place, rest) * dt);
-        const Vec next =
-            load_part(state + place, rest) * decay + load_part(b + place, rest) * input;
-        store_part(state + place, next, rest);
-        sum += next * load_part(c + place, rest);
+    sum_lanes_of_four(sum[0], sum[1], sum[2], sum[3], y);
+}
+
+// The same for one channel and any size of the state, from `place` on.
+float scan_rest(const Channels &all, int64_t channel, int64_t place) {
+    const float dt = all.dt[channel], input = dt * all.x[channel];
+    float *state = all.state + channel * all.stride;
+    float sum = 0.0f;
+    for (; place < all.size; place += kWidth) {
+        const int64_t rest = smaller(all.size - place, kWidth);
+        float lanes[kWidth] = {};
+        memcpy(lanes, state + place, (size_t)rest * sizeof(float));
+        const Vec a = load_part(all.a + channel * all.size + place, rest);
+        sum += sum_lanes(advance(lanes, a, load_part(all.b + place, rest),
+                                 load_part(all.c + place, rest), dt, input));
+        memcpy(state + place, lanes, (size_t)rest * sizeof(float));
     }
-    return sum_lanes(sum);
+    return sum;
+}
+
+void scan_channels(const Channels &all, int64_t first, int64_t last, float *y) {
+    const int64_t whole = all.size / kWidth * kWidth;
+    int64_t channel = first;
+    for (; channel + kChannels <= last; channel += kChannels) {
+        scan_four(all, channel, y + channel);
+        if (whole < all.size)
+            for (int64_t at = channel; at < channel + kChannels; ++at)
+                y[at] += scan_rest(all, at, whole);
+    }
+    for (; channel < last; ++channel) y[channel] = scan_rest(all, channel, 0);
 }
 
 void scan_row(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
@@ -79,12 +122,10 @@ void scan_row(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     const float *x = board.projected + row * board.projected_stride, *z = x + layer.inner;
     float *mixed = board.mixed + row * board.mixed_stride;
     float *states = static_cast<float *>(scan.data) + row * scan.stride[0];
-    for (int64_t channel = own.first; channel < own.last; ++channel) {
-        const float y = scan_channel(layer.a + channel * layer.state,
-                                     states + channel * scan.stride[1], b, c, layer.state,
-                                     dt[channel], dt[channel] * x[channel]);
-        mixed[channel] = y + layer.skip[channel] * x[channel];
-    }
+    scan_channels({layer.a, states, layer.state, scan.stride[1], b, c, dt, x}, own.first, own.last,
+                  mixed);
+    for (int64_t channel = own.first; channel < own.last; ++channel)
+        mixed[channel] += layer.skip[channel] * x[channel];
     gate_row(z + own.first, mixed + own.first, own.last - own.first, mixed + own.first);
 }
 

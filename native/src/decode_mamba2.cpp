@@ -30,7 +30,10 @@ ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const floa
             sum[p] += next * query;
         }
     }
-    for (int64_t p = 0; p < kCount; ++p) y[p] = sum_lanes(sum[p]);
+    if constexpr (kCount == 4)
+        sum_lanes_of_four(sum[0], sum[1], sum[2], sum[3], y);
+    else
+        for (int64_t p = 0; p < kCount; ++p) y[p] = sum_lanes(sum[p]);
 }
 
 void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,

@@ -164,9 +164,13 @@ ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const Head
                 store_part(to, next[row], count);
         }
     }
-    for (int rank = 0; rank < kRank; ++rank)
-        for (int row = 0; row < kRows; ++row)
-            desk.y[rank * width + p + row] = sum_lanes(sum[rank][row]);
+    for (int rank = 0; rank < kRank; ++rank) {
+        float *y = desk.y + rank * width + p;
+        if constexpr (kRows == 4)
+            sum_lanes_of_four(sum[rank][0], sum[rank][1], sum[rank][2], sum[rank][3], y);
+        else
+            for (int row = 0; row < kRows; ++row) y[row] = sum_lanes(sum[rank][row]);
+    }
 }
 
 // Any number of ranks: the sums over keys first, then one dot product per rank.
@@ -189,7 +193,8 @@ void advance_many(float *state, int64_t size, float alpha, int64_t ranks, const 
 
 template <int kRank>
 void advance_head(float *state, int64_t size, float alpha, const HeadDesk &desk, int64_t width) {
-    constexpr int kRows = 2;
+    // As many as leave their sums in registers.
+    constexpr int kRows = kRank == 1 ? 4 : 2;
     int64_t p = 0;
     for (; p + kRows <= width; p += kRows)
         advance<kRank, kRows>(state + p * size, size, alpha, desk, width, p);

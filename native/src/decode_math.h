@@ -4,7 +4,30 @@
 #include "exp2.h"
 #include "rows.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace anymamba::ANYMAMBA_VARIANT {
+
+// sum_lanes of four vectors, bit for bit, for what one costs. By value: GCC 12 keeps arrays whose
+// address is passed on in memory.
+ANYMAMBA_INLINE void sum_lanes_of_four(Vec a, Vec b, Vec c, Vec d, float *to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 ab = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+    const __m256 cd = _mm256_permute2f128_ps(c, d, 0x20) + _mm256_permute2f128_ps(c, d, 0x31);
+    const __m256 two = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xEE);
+    // Now a and c are in the even places of the lower half, b and d in those of the upper.
+    const __m256 one = two + _mm256_movehdup_ps(two);
+    const __m128 low = _mm256_castps256_ps128(one), high = _mm256_extractf128_ps(one, 1);
+    _mm_storeu_ps(to, _mm_shuffle_ps(_mm_unpacklo_ps(low, high), _mm_unpackhi_ps(low, high), 0x44));
+#else
+    to[0] = sum_lanes(a);
+    to[1] = sum_lanes(b);
+    to[2] = sum_lanes(c);
+    to[3] = sum_lanes(d);
+#endif
+}
 
 // log(1 + u) for 0 <= u <= 1 to about one unit in the last place:
 // 2 atanh(s) with s = u / (2 + u) <= 1/3, by its odd series (remainder 1e-9 relative).

@@ -5,198 +5,227 @@
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
-constexpr int64_t kAheadBytes = 4096;
+// A format says how stored weights become vectors, part by part of a step of kParts vectors, and
+// how many rows meet four vectors at a time: as many as leave their sums in registers.
 
-template <class T>
-ANYMAMBA_INLINE Vec load_weights(const T *from) {
-    return load(from);
-}
+struct WideFormat {
+    typedef float Stored;
+    static constexpr int64_t kParts = 1;
+    static constexpr int kRows = 3;
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// By name, because GCC 12 widens the vector in halves.
-ANYMAMBA_INLINE Vec load_weights(const BFloat16 *from) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-}
-
-// As `load`: sign and exponent in their places, the exponent moved by 112, no end of the numbers.
-ANYMAMBA_INLINE Vec load_weights(const Float16 *from) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-    const IntVec bits = (IntVec)_mm256_slli_epi32(_mm256_cvtepi16_epi32(half), 13);
-    const Vec scaled = (Vec)(bits & (int32_t)0x8FFFE000) * 5.192296858534828e33f;
-    const IntVec is_end = (bits & 0x0F800000) == 0x0F800000;
-    return (Vec)((IntVec)scaled | (is_end & 0x7F800000));
-}
-#endif
-
-template <class T>
-struct FloatRows {
-    const T *data;
-    int64_t columns;
-
-    explicit FloatRows(const DecodeMatrix &matrix)
-        : data(static_cast<const T *>(matrix.data)), columns(matrix.columns) {}
-
-    int64_t row_bytes() const { return columns * (int64_t)sizeof(T); }
-
-    template <int kRows, int kVectors>
-    ANYMAMBA_INLINE void dot(int64_t row, const Activations &x, int64_t vector, Ahead ahead,
-                             float (*sums)[kVectors]) const {
-        const T *weight = data + row * columns;
-        const float *values = x.values + vector * x.stride;
-        Vec acc[kRows][kVectors];
-        for (int r = 0; r < kRows; ++r)
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = Vec{};
-        int64_t column = 0;
-        for (; column + kWidth <= columns; column += kWidth) {
-            ahead.template take<kRows * kWidth * (int64_t)sizeof(T)>();
-            Vec value[kVectors];
-            for (int v = 0; v < kVectors; ++v) value[v] = load(values + v * x.stride + column);
-            for (int r = 0; r < kRows; ++r) {
-                const Vec w = load_weights(weight + r * columns + column);
-                for (int v = 0; v < kVectors; ++v) acc[r][v] += w * value[v];
-            }
-        }
-        if (column < columns)
-            for (int r = 0; r < kRows; ++r) {
-                const int64_t rest = columns - column;
-                const Vec w = load_part(weight + r * columns + column, rest);
-                for (int v = 0; v < kVectors; ++v)
-                    acc[r][v] += w * load_part(values + v * x.stride + column, rest);
-            }
-        for (int r = 0; r < kRows; ++r)
-            for (int v = 0; v < kVectors; ++v) sums[r][v] = sum_lanes(acc[r][v]);
+    template <int64_t kPart>
+    static ANYMAMBA_INLINE Vec open(const float *from) {
+        return load(from);
     }
 };
 
-template <int kRows, int kVectors, class Rows>
-void write_sums(const Rows &rows, const DecodeMatrix &matrix, const Activations &x, int64_t row,
-                int64_t vector, Ahead ahead, float *out, int64_t out_stride) {
+// Two halves make a word: a shift gives the even columns, a mask the odd ones. To take the columns
+// in order would cost a shuffle for each vector.
+struct BFloat16Format {
+    typedef BFloat16 Stored;
+    static constexpr int64_t kParts = 2;
+    static constexpr int kRows = 2;
+
+    template <int64_t kPart>
+    static ANYMAMBA_INLINE Vec open(const BFloat16 *from) {
+        UintVec bits;
+        memcpy(&bits, from, sizeof(bits));
+        return kPart == 0 ? (Vec)(bits << 16) : (Vec)(bits & 0xFFFF0000u);
+    }
+};
+
+struct Float16Format {
+    typedef Float16 Stored;
+    static constexpr int64_t kParts = 1;
+    static constexpr int kRows = 2;
+
+    template <int64_t kPart>
+    static ANYMAMBA_INLINE Vec open(const Float16 *from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        // By name, because GCC 12 widens the vector in halves. As `load`: sign and exponent in
+        // their places, the exponent moved by 112, no end of the numbers.
+        const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+        const IntVec bits = (IntVec)_mm256_slli_epi32(_mm256_cvtepi16_epi32(half), 13);
+        const Vec scaled = (Vec)(bits & (int32_t)0x8FFFE000) * 5.192296858534828e33f;
+        const IntVec is_end = (bits & 0x0F800000) == 0x0F800000;
+        return (Vec)((IntVec)scaled | (is_end & 0x7F800000));
+#else
+        return load(from);
+#endif
+    }
+};
+
+// The vectors as a format meets them.
+template <class Format>
+struct Values {
+    const float *data;
+    int64_t stride;
+
+    explicit Values(const Activations &x)
+        : data(Format::kParts == 2 ? x.paired : x.values),
+          stride(Format::kParts == 2 ? x.paired_stride : x.stride) {}
+};
+
+// What is left of a row after its last whole step. Pairs are padded with zeros to whole steps.
+template <class Format>
+float dot_of_rest(const typename Format::Stored *weight, const Values<Format> &x, int64_t vector,
+                  int64_t column, int64_t columns) {
+    constexpr int64_t kParts = Format::kParts, kStep = kParts * kWidth;
+    typename Format::Stored rest[kStep] = {};
+    memcpy(rest, weight + column, (size_t)(columns - column) * sizeof(rest[0]));
+    float values[kStep] = {};
+    const int64_t count = kParts == 2 ? kStep : columns - column;
+    memcpy(values, x.data + vector * x.stride + column, (size_t)count * sizeof(float));
+    Vec sum = Format::template open<0>(rest) * load(values);
+    if constexpr (kParts == 2) sum += Format::template open<1>(rest) * load(values + kWidth);
+    return sum_lanes(sum);
+}
+
+template <int kRows, int kVectors>
+struct Sums {
+    Vec at[kVectors * kRows];
+};
+
+// One part of a step. Loops over sums are flat and unrolled by name: GCC 12 would unroll them too
+// late to keep the sums in registers.
+template <class Format, int64_t kPart, int kRows, int kVectors>
+ANYMAMBA_INLINE void add_part(const typename Format::Stored *weight, int64_t columns,
+                              const float *values, int64_t stride, Sums<kRows, kVectors> *sums) {
+    Vec opened[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+        opened[r] = Format::template open<kPart>(weight + r * columns);
+#pragma GCC unroll 16
+    for (int sum = 0; sum < kVectors * kRows; ++sum)
+        sums->at[sum] += opened[sum % kRows] * load(values + sum / kRows * stride + kPart * kWidth);
+}
+
+// kRows rows times kVectors vectors. The order of each sum depends on neither.
+template <class Format, int kRows, int kVectors>
+ANYMAMBA_INLINE void dot(const typename Format::Stored *weight, int64_t columns,
+                         const Values<Format> &x, int64_t vector, Ahead ahead,
+                         float (*to)[kVectors]) {
+    constexpr int64_t kParts = Format::kParts, kStep = kParts * kWidth;
+    const float *values = x.data + vector * x.stride;
+    Sums<kRows, kVectors> sums = {};
+    int64_t column = 0;
+    for (; column + kStep <= columns; column += kStep) {
+        ahead.template take<kRows * kStep * (int64_t)sizeof(*weight)>();
+        add_part<Format, 0>(weight + column, columns, values + column, x.stride, &sums);
+        if constexpr (kParts == 2)
+            add_part<Format, 1>(weight + column, columns, values + column, x.stride, &sums);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+        if constexpr (kVectors == 4)
+            sum_lanes_of_four(sums.at[r], sums.at[kRows + r], sums.at[2 * kRows + r],
+                              sums.at[3 * kRows + r], to[r]);
+        else
+            for (int v = 0; v < kVectors; ++v) to[r][v] = sum_lanes(sums.at[v * kRows + r]);
+    }
+    if (column == columns) return;
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v)
+            to[r][v] += dot_of_rest<Format>(weight + r * columns, x, vector + v, column, columns);
+}
+
+// The vectors from `vector` on, at most kVectors of them; returns how many it took.
+template <class Format, int kRows, int kVectors>
+int64_t write_group(const DecodeMatrix &matrix, const Activations &x, int64_t row, int64_t vector,
+                    Ahead ahead, float *out, int64_t out_stride) {
+    if constexpr (kVectors > 1)
+        if (x.rows - vector < kVectors)
+            return write_group<Format, kRows, kVectors - 1>(matrix, x, row, vector, ahead, out,
+                                                            out_stride);
+    const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
     float sums[kRows][kVectors];
-    rows.template dot<kRows, kVectors>(row, x, vector, ahead, sums);
+    dot<Format, kRows, kVectors>(data + row * matrix.columns, matrix.columns, Values<Format>(x),
+                                 vector, ahead, sums);
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kVectors; ++v) {
             const float bias = matrix.bias == nullptr ? 0.0f : matrix.bias[row + r];
             out[(vector + v) * out_stride + row + r] = sums[r][v] + bias;
         }
-}
-
-// The vectors from `vector` on, at most kVectors of them; returns how many it took.
-template <int kRows, int kVectors, class Rows>
-int64_t write_group(const Rows &rows, const DecodeMatrix &matrix, const Activations &x, int64_t row,
-                    int64_t vector, Ahead ahead, float *out, int64_t out_stride) {
-    if constexpr (kVectors > 1)
-        if (x.rows - vector < kVectors)
-            return write_group<kRows, kVectors - 1>(rows, matrix, x, row, vector, ahead, out,
-                                                    out_stride);
-    write_sums<kRows, kVectors>(rows, matrix, x, row, vector, ahead, out, out_stride);
     return kVectors;
 }
 
-template <int kRows, int kVectors, class Rows>
-void write_rows(const Rows &rows, const DecodeMatrix &matrix, const Activations &x, int64_t row,
-                float *out, int64_t out_stride) {
-    const int64_t groups = ceil_div(x.rows, kVectors), bytes = kRows * rows.row_bytes();
-    // As far ahead as memory is away, in whole groups, so that no line is asked for twice.
-    const char *next = reinterpret_cast<const char *>(rows.data) + row * rows.row_bytes() +
-                       ceil_div(kAheadBytes, bytes) * bytes;
-    int64_t vector = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-        const Ahead ahead{next + bytes * group / groups, next + bytes * (group + 1) / groups};
-        vector += write_group<kRows, kVectors>(rows, matrix, x, row, vector, ahead, out,
-                                               out_stride);
-    }
-}
-
-template <int kRows, int kVectors, class Rows>
-void multiply_in(const Rows &rows, const DecodeMatrix &matrix, const Activations &x,
-                 int64_t first, int64_t last, float *out, int64_t out_stride) {
+// The rows from `first` to before `last` as far as groups of kRows go; returns where it ended.
+template <class Format, int kRows, int kVectors>
+int64_t write_groups(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
+                     float *out, int64_t out_stride) {
+    const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
+    const int64_t columns = matrix.columns, shares = ceil_div(x.rows, kVectors);
+    const Lookahead lookahead(kRows * columns * (int64_t)sizeof(*data),
+                              ceil_div(columns, Format::kParts * kWidth), shares);
     int64_t row = first;
-    for (; row + kRows <= last; row += kRows)
-        write_rows<kRows, kVectors>(rows, matrix, x, row, out, out_stride);
-    for (; row < last; ++row) write_rows<1, kVectors>(rows, matrix, x, row, out, out_stride);
+    for (; row + kRows <= last; row += kRows) {
+        int64_t vector = 0;
+        for (int64_t share = 0; share < shares; ++share)
+            vector += write_group<Format, kRows, kVectors>(
+                matrix, x, row, vector, lookahead.behind(data + row * columns, share), out,
+                out_stride);
+    }
+    return row;
 }
 
-// One vector: four rows at a time. Several: as many sums as the registers hold, and more vectors
-// than rows, because a weight may have to be widened before it is used.
-template <class Rows>
-void multiply_rows(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
-                   float *out, int64_t out_stride) {
-    const Rows rows(matrix);
+template <class Format, int kRows, int kVectors>
+void multiply_in(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
+                 float *out, int64_t out_stride) {
+    const int64_t row = write_groups<Format, kRows, kVectors>(matrix, x, first, last, out,
+                                                              out_stride);
+    if (row < last) write_groups<Format, 1, kVectors>(matrix, x, row, last, out, out_stride);
+}
+
+// One vector meets four rows at a time.
+template <class Format>
+void multiply_floats(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
+                     float *out, int64_t out_stride) {
     if (x.rows == 1)
-        multiply_in<4, 1>(rows, matrix, x, first, last, out, out_stride);
+        multiply_in<Format, 4, 1>(matrix, x, first, last, out, out_stride);
     else
-        multiply_in<2, 4>(rows, matrix, x, first, last, out, out_stride);
+        multiply_in<Format, Format::kRows, 4>(matrix, x, first, last, out, out_stride);
 }
 
-// One block of activations as integers. A block with NaN or infinity makes every product NaN.
-void prepare_block(const float *from, int64_t count, int16_t *shorts, float *scale) {
-    float values[kDecodeBlock] = {};
-    memcpy(values, from, (size_t)count * sizeof(float));
-    // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.
-    IntVec above = {};
-    for (int64_t place = 0; place < kDecodeBlock; place += kWidth) {
-        const IntVec size = (IntVec)load(values + place) & 0x7FFFFFFF;
-        const IntVec is_larger = size > above;
-        above = (is_larger & size) | (~is_larger & above);
+// Even columns of a step, then its odd ones; zeros up to the next whole step.
+void prepare_pairs(int64_t columns, Activations *x) {
+    for (int64_t row = 0; row < x->rows; ++row) {
+        const float *from = x->values + row * x->stride;
+        float *to = x->paired + row * x->paired_stride;
+        int64_t column = 0;
+        for (; column + 2 * kWidth <= columns; column += 2 * kWidth)
+            for (int64_t lane = 0; lane < kWidth; ++lane) {
+                to[column + lane] = from[column + 2 * lane];
+                to[column + kWidth + lane] = from[column + 2 * lane + 1];
+            }
+        if (column == columns) continue;
+        for (int64_t place = 0; place < 2 * kWidth; ++place) {
+            const int64_t at = column + place;
+            to[column + place / 2 + place % 2 * kWidth] = at < columns ? from[at] : 0.0f;
+        }
     }
-    int32_t bits = 0;
-    for (int64_t lane = 0; lane < kWidth; ++lane) bits = above[lane] > bits ? above[lane] : bits;
-    float largest;
-    memcpy(&largest, &bits, sizeof(largest));
-    const bool is_finite = bits < 0x7F800000;
-    *scale = is_finite ? largest / 32767.0f : __builtin_nanf("");
-    // Below this, the inverse would be infinite; the block is zero to rounding.
-    if (!is_finite || largest < 1e-30f) {
-        memset(shorts, 0, kDecodeBlock * sizeof(int16_t));
-        return;
-    }
-    const float inverse = 32767.0f / largest;
-    int32_t rounded[kDecodeBlock];
-    for (int64_t place = 0; place < kDecodeBlock; place += kWidth) {
-        const IntVec whole = (IntVec)(load(values + place) * inverse + kRounder) - 0x4B400000;
-        memcpy(rounded + place, &whole, sizeof(whole));
-    }
-    for (int64_t place = 0; place < kDecodeBlock; ++place) shorts[place] = (int16_t)rounded[place];
 }
 
 }  // namespace
 
-bool is_integer(DecodeFormat format) {
-    return format == DecodeFormat::kInt8 || format == DecodeFormat::kInt4;
-}
-
 void prepare(const DecodeMatrix &matrix, Activations *x) {
-    if (!is_integer(matrix.format)) return;
-    const int64_t blocks = ceil_div(matrix.columns, kDecodeBlock);
-    const int64_t x_blocks = x->padded / kDecodeBlock;
-    for (int64_t row = 0; row < x->rows; ++row) {
-        for (int64_t block = 0; block < blocks; ++block) {
-            const int64_t start = block * kDecodeBlock;
-            prepare_block(x->values + row * x->stride + start,
-                          smaller(matrix.columns - start, kDecodeBlock),
-                          x->shorts + (block * x->rows + row) * kDecodeBlock,
-                          x->scales + row * x_blocks + block);
-        }
-        // Scales are read eight at a time; those past the last block meet no product.
-        for (int64_t block = blocks; block < smaller(ceil_div(blocks, 8) * 8, x_blocks); ++block)
-            x->scales[row * x_blocks + block] = 0.0f;
-    }
+    if (matrix.format == DecodeFormat::kBFloat16) prepare_pairs(matrix.columns, x);
+    if (matrix.format == DecodeFormat::kInt8) prepare_integers<Int8Format>(matrix.columns, x);
+    if (matrix.format == DecodeFormat::kInt4) prepare_integers<Int4Format>(matrix.columns, x);
 }
 
 void multiply(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
               float *out, int64_t out_stride) {
     switch (matrix.format) {
         case DecodeFormat::kFloat32:
-            return multiply_rows<FloatRows<float>>(matrix, x, first, last, out, out_stride);
+            return multiply_floats<WideFormat>(matrix, x, first, last, out, out_stride);
         case DecodeFormat::kBFloat16:
-            return multiply_rows<FloatRows<BFloat16>>(matrix, x, first, last, out, out_stride);
+            return multiply_floats<BFloat16Format>(matrix, x, first, last, out, out_stride);
         case DecodeFormat::kFloat16:
-            return multiply_rows<FloatRows<Float16>>(matrix, x, first, last, out, out_stride);
+            return multiply_floats<Float16Format>(matrix, x, first, last, out, out_stride);
         case DecodeFormat::kInt8:
-            return multiply_rows<IntegerRows<Int8Blocks>>(matrix, x, first, last, out, out_stride);
+            return multiply_integers<Int8Format>(matrix, x, first, last, out, out_stride);
         case DecodeFormat::kInt4:
-            return multiply_rows<IntegerRows<Int4Blocks>>(matrix, x, first, last, out, out_stride);
+            return multiply_integers<Int4Format>(matrix, x, first, last, out, out_stride);
     }
 }
 

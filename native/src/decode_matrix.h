@@ -6,41 +6,65 @@
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
-// Vectors that meet a matrix: float32, and for integer matrices also as 16-bit integers with one
-// scale per block. 15 bits lose 2e-5 of a block's largest entry, far less than the weights lost.
+// Vectors that meet a matrix, and the form in which its format wants them (`prepare`).
 struct Activations {
     int64_t rows;
     const float *values;  // (rows, stride)
     int64_t stride;
-    int16_t *shorts;  // (blocks, rows, 32): what meets one block of weights lies together
-    float *scales;    // (rows, blocks rounded up to 8)
-    int64_t padded;   // capacity in columns, a multiple of 8 blocks
+    float *paired;     // bfloat16: (rows, paired_stride), even and odd columns apart
+    int64_t paired_stride;
+    int32_t *words;    // integers: (blocks, rows, units), what meets a block of weights together
+    float *scales;     // of those integers: (blocks, rows)
+    int32_t *offsets;  // (blocks, rows)
 };
 
 // Memory that will be read soon. Rows are short and several are read at once, which the hardware
 // does not take for a stream: unasked, bfloat16 came at 16 GB/s where float32 came at 25.
 struct Ahead {
-    const char *at, *end;
+    const char *at;
+    int64_t pace;
 
-    // Asks for as many bytes as the caller reads meanwhile.
+    // Asks for the part of a step that reads kBytes. Without a branch: GCC 12 would split the loop.
     template <int64_t kBytes>
     ANYMAMBA_INLINE void take() {
-        if (at >= end) return;
-        constexpr int64_t kLines = (kBytes + 63) / 64;
-        for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(at + 64 * line);
-        at += 64 * kLines;
+        for (int64_t place = 0; place < kBytes; place += 64) __builtin_prefetch(at + place);
+        at += pace;
     }
 };
 
-bool is_integer(DecodeFormat format);
+// How far behind what is read memory is asked for; 16 KiB were no better.
+constexpr int64_t kAheadBytes = 4096;
 
-// Fills the integer form of `values`, if the format needs it.
+// That far in whole groups of rows, so that no line is asked for twice. A group of `bytes` is read
+// in `steps`, once for each of the `shares` of the vectors. Made once per matrix, because of its
+// divisions.
+struct Lookahead {
+    int64_t distance, part, pace;
+
+    Lookahead(int64_t bytes, int64_t steps, int64_t shares)
+        : distance(ceil_div(kAheadBytes, bytes) * bytes),
+          part(bytes / shares),
+          pace(bytes / (steps * shares)) {}
+
+    ANYMAMBA_INLINE Ahead behind(const void *data, int64_t share) const {
+        return {static_cast<const char *>(data) + distance + share * part, pace};
+    }
+};
+
+// Fills the form of `values` that the matrix wants.
 void prepare(const DecodeMatrix &matrix, Activations *x);
 
 // out[b][row] = bias[row] + W[row] . x[b] for the rows from `first` to before `last`. The order of
 // each sum is fixed, whatever the number of vectors.
 void multiply(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
               float *out, int64_t out_stride);
+
+// Both for one of the integer formats (decode_integers.h).
+template <class Format>
+void prepare_integers(int64_t columns, Activations *x);
+template <class Format>
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, int64_t first,
+                       int64_t last, float *out, int64_t out_stride);
 
 // One row of a matrix as float32.
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to);

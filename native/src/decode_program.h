@@ -12,6 +12,9 @@ enum class DecodeFormat : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 
 enum class DecodeNormKind : int64_t { kNone, kRms, kLayer };
 enum class DecodeRotation : int64_t { kInterleaved, kHalfSplit, kQuaternion };
 
+// Rows that share one reading of the weights.
+constexpr int64_t kDecodeMostRows = 64;
+
 // Columns per scale of the integer formats. Rows are padded with zeros to whole blocks.
 constexpr int64_t kDecodeBlock = 32;
 

@@ -1,5 +1,7 @@
 """Generation on the decoder: prompts' caches stay, failing callbacks leave whole tokens."""
 
+import signal
+
 import pytest
 import torch
 
@@ -51,6 +53,29 @@ def test_a_failing_callback_leaves_a_whole_token(fails_at):
     assert tokens_.ids == want[:fails_at]
     assert int(tokens_.cache.position_b[0]) == 2 + fails_at
     assert [*tokens_.ids, *tokens_] == want
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals")
+def test_an_interrupt_leaves_a_whole_token():
+    """Ctrl-C mostly arrives while the kernel runs: nothing is lost, and the stream goes on."""
+    lm = model("mamba2", d_model=192, vocab_size=4096)
+    want = generate(lm, [[1, 2]], max_new_tokens=200)[0]
+    tokens_, interrupts = stream(lm, [1, 2], max_new_tokens=200), 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while tokens_.finish_reason is None:
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            try:
+                list(tokens_)
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert tokens_.ids == want[: len(tokens_.ids)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert tokens_.ids == want
+    assert int(tokens_.cache.position_b[0]) == 2 + 200
+    assert interrupts > 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anymamba.errors import BackendError, ConfigError
+from anymamba.errors import BackendError, ConfigError, ShapeError
 from anymamba.models import MambaConfig, MambaLM, native_refusal
 from anymamba.nn import VirtualLayers
 from anymamba.settings import override
@@ -257,3 +257,20 @@ def test_the_choice_is_logged_once(caplog):
         "MambaLM.step_: modules (in_proj of Mamba2 must be a Linear or QuantizedLinear without "
         "hooks, and is a Linear, swapped or hooked)",
     ]
+
+
+@pytest.mark.parametrize("impl", ["portable", "native"])
+def test_logits_land_where_the_caller_said(impl):
+    """`advance` writes the logits into given memory as well, whatever runs."""
+    lm, landing_bw = model("mamba2"), torch.empty(3, model("mamba2").config.padded_vocab_size)
+    with torch.no_grad():
+        logits_bw, _ = lm.advance(tokens(3), used_cache(lm, 3), impl=impl, landing_bw=landing_bw)
+    assert torch.equal(landing_bw, logits_bw)
+
+
+@pytest.mark.parametrize("wrong", [torch.empty(2, 8), torch.empty(3, 1, dtype=torch.float64)])
+def test_rejects_a_landing_that_does_not_fit(wrong):
+    """The kernel writes into it: another shape or dtype would write elsewhere."""
+    lm = model("mamba2")
+    with pytest.raises(ShapeError, match="landing_bw must be contiguous"):
+        lm.advance(tokens(3), used_cache(lm, 3), landing_bw=wrong)

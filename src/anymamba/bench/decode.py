@@ -22,8 +22,8 @@ __all__ = [
 
 _READ_BYTES = 128 * 2**20
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-# The same numbers, another order of sums, and half types that only one side rounds to.
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 1e-3}
+# The same numbers, another order of sums, and half types or activations that one side rounds.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 5e-2}
 
 
 class Decoding(NamedTuple):

@@ -38,7 +38,7 @@ __all__ = [
 # Dividing by less only risks overflow: all mass lies on the largest logit long before.
 GREEDY_BELOW = 1e-7
 # Sorting a whole vocabulary takes milliseconds; the nucleus mostly lies within the first tokens.
-NUCLEUS_GUESS = 1024
+NUCLEUS_GUESSES = (64, 1024)
 MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
 
@@ -140,7 +140,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     vocabulary = logits.shape[-1]
     mass = logits.softmax(-1)
-    for count in (NUCLEUS_GUESS, vocabulary):
+    few, many = NUCLEUS_GUESSES
+    for count in (few, many, vocabulary):
         values, index = logits.topk(min(count, vocabulary))
         ranked = mass.gather(-1, index)
         reached = ranked.cumsum(-1)
@@ -228,17 +229,14 @@ def pick(
 
 
 def _kept_by_top_k(logits_bw: Tensor, k: int) -> Tensor | None:
-    """Return the places that `keep_top_k` keeps, in their order; None unless all rows keep as many.
-
-    Equal logits can make a row keep more than k.
-    """
+    """Return the places that `keep_top_k` keeps, in order; None if a row keeps more than k."""
     if k == 0 or k >= logits_bw.shape[-1]:
         return None
-    is_kept = logits_bw >= logits_bw.topk(k).values[..., -1:]
-    counts = is_kept.sum(-1).tolist()
-    if len(set(counts)) != 1:
+    values_bw, places_bw = logits_bw.topk(k + 1)
+    # What equals the last of them is kept too.
+    if bool((values_bw[:, k - 1] == values_bw[:, k]).any()):
         return None
-    return is_kept.nonzero()[:, 1].view(-1, counts[0])
+    return places_bw[:, :k].sort(-1).values
 
 
 def row_seed(seed: int, row: int) -> int:

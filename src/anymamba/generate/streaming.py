@@ -69,10 +69,13 @@ class Stream(Iterator[int]):
     def _feed(self) -> None:
         """Run the newest token through the model: put off until somebody needs it.
 
-        The state itself knows whether that was done, even if a callback failed in between.
+        The state itself knows whether that was done, even if a callback failed or an interrupt
+        came in between.
         """
         if self._position < self._start + len(self._batch.rows[0].ids):
             self._batch.feed()
+        else:
+            self._batch.recover()
 
 
 def stream(

@@ -89,7 +89,9 @@ def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None
     return None
 
 
-def native_step_(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> Tensor | None:
+def native_step_(
+    lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str, landing_bw: Tensor | None = None
+) -> Tensor | None:
     """Run one token in the cache's own memory.
 
     Everything is checked before the kernel starts, and the kernel runs to its end: the state is
@@ -101,6 +103,7 @@ def native_step_(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> 
         cache: of this model; advanced in place.
         impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
             raises it.
+        landing_bw: where the kernel writes the logits; float32 (batch, padded vocabulary).
 
     Returns:
         The logits (batch, padded vocabulary), or None.
@@ -119,7 +122,9 @@ def native_step_(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> 
         _tell(lm, f"modules ({reason})")
         return None
     _tell(lm, "native decoder")
-    logits_bw = torch.empty(binding.rows, decoder.head_rows, dtype=torch.float32, device="cpu")
+    logits_bw = landing_bw
+    if logits_bw is None:
+        logits_bw = torch.empty(binding.rows, decoder.head_rows, dtype=torch.float32, device="cpu")
     binding.call.run(ids_b.to(torch.int64).contiguous(), logits_bw)
     torch.autograd.graph.increment_version(tensors)
     return logits_bw if decoder.dtype == torch.float32 else logits_bw.to(decoder.dtype)
