@@ -3,7 +3,7 @@
 from anymamba.nn.attention import MHA
 from anymamba.nn.bidirectional import BidirectionalStack
 from anymamba.nn.bidirectional_config import BidirectionalConfig
-from anymamba.nn.block import Block, is_plain
+from anymamba.nn.block import Block, is_plain, project
 from anymamba.nn.cache import (
     BlockCache,
     KVCache,
@@ -106,6 +106,7 @@ __all__ = [
     "make_schedule",
     "nearest",
     "parallelize",
+    "project",
     "quantize",
     "state_bytes",
     "token_mask",
