@@ -131,9 +131,16 @@ def test_the_suite_has_the_cases_of_the_issue():
     assert len(LARGE) == 6
     assert len(names["small"]) == 21
     assert len(names["blocks"]) == 18
-    assert [case.name.partition(" ")[0] for case in names["train"]] == list(PUBLISHED)
-    prompts = [(name, length) for name in PUBLISHED for length in (256, 2048)]
-    assert [case.name for case in names["prefill"]] == [f"{n} b1 s{s}" for n, s in prompts]
+    dtypes = (torch.float32, torch.bfloat16)
+    trained = [(f"{name} b1 s256", dtype) for name in PUBLISHED for dtype in dtypes]
+    assert [(case.name, case.dtype) for case in names["train"]] == trained
+    prompts = [
+        (f"{name} b1 s{length}", dtype)
+        for name in PUBLISHED
+        for dtype in dtypes
+        for length in (256, 2048)
+    ]
+    assert [(case.name, case.dtype) for case in names["prefill"]] == prompts
     titles = {case.title for case in cases}
     for groups in (24, 1):
         for mode in ("forward", "train"):
