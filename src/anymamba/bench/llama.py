@@ -26,7 +26,7 @@ ABSENT = "llama.cpp is not installed: pip install 'anymamba[llama]'"
 NO_MAMBA3 = "llama.cpp has no Mamba-3"
 # Our formats by the names of its file types.
 LLAMA_FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-# Tokens it takes through all layers at once; more make it slower, because they leave the caches.
+# Tokens it takes through all layers at once: its own default.
 AT_ONCE = 512
 
 
