@@ -15,6 +15,7 @@ from anymamba.bench import (
     Suite,
     Threads,
     Timing,
+    add_section,
     budget_table,
     draw,
     page,
@@ -127,6 +128,25 @@ def test_half_types_have_their_own_lines():
     assert (over.target, over.reached, over.met) == (1.35, 1.0, False)
     assert found["mamba-130m b1, train", "speed over transformers"].target == 12.0
     assert found["mamba-130m b1 bfloat16, train", "speed over float32"].reached == 2.0
+
+
+def test_a_peer_is_compared_where_it_can_run():
+    """The ideal is for the longest step; the peer's line is for the step it was measured on."""
+    rows = [
+        row("mamba-130m s64", "train", "native", 1.0, group="train"),
+        row("mamba-130m s64", "train", "transformers", 13.0, group="train"),
+        row("mamba-130m s256", "train", "native", 1.5, group="train"),
+        row("mamba-130m s256", "train", "transformers", None, group="train", why_not="no room"),
+    ]
+    rows = [r._replace(case=replace(r.case, length=int(r.case.name[12:]))) for r in rows]
+    found = budget_of(rows)
+    assert found["mamba-130m s64, train", "speed over transformers"].met
+    assert list(found) == [
+        ("mamba-130m s256, train", "time over ideal"),
+        ("mamba-130m s64, train", "speed over transformers"),
+    ]
+    [_, alone] = budget_of(rows[2:]).values()
+    assert (alone.reached, alone.why_not) == (None, "no room")
 
 
 def test_prompts_are_judged_at_the_longest_only():
@@ -282,21 +302,35 @@ def test_a_strange_file_is_refused_before_measuring(bench, tmp_path):
     assert (tmp_path / "x.json").read_text() == '{"rows": []}'
 
 
-def test_finished_groups_survive_an_interruption(monkeypatch):
-    """Rows are shown when they are measured, and a complete group is handed over at once."""
+def test_an_interruption_costs_nothing_that_was_measured(monkeypatch):
+    """Rows are shown and handed over when they are measured."""
     shown, kept = [], []
 
     def stop():
         raise KeyboardInterrupt
 
-    cases = [toy_case(WAYS), toy_case({**WAYS, "native": TimedWay(stop)}, group="scan")]
+    cases = [toy_case(WAYS), toy_case({**WAYS, "native": TimedWay(stop)}, name="second")]
     monkeypatch.setattr("anymamba.bench.suite.Rates", lambda dtypes: tiny_report().rates)
     monkeypatch.setattr("anymamba.bench.suite.suite_cases", lambda suite: iter(cases))
-    suite = Suite(groups=["core", "scan"], quick=True)
+
+    def keep(group, found, is_complete):
+        kept.append((group, len(found.rows), is_complete))
+
     with pytest.raises(KeyboardInterrupt):
-        run_suite(suite, show=shown.append, keep=lambda group, _: kept.append(group))
+        run_suite(Suite(groups=["core"], quick=True), show=shown.append, keep=keep)
     assert [row.way for row in shown[0].rows] == list(WAYS)
-    assert kept == ["core"]
+    assert kept == [("core", 3, False)]
+
+
+def test_what_is_complete_is_not_replaced_by_a_part(tmp_path):
+    """A part is kept where there was nothing, says so, and gives way to the whole."""
+    file = tmp_path / "x.json"
+    part = section(full_report(), "part", is_complete=False)
+    whole = section(full_report(), "whole")
+    assert "interrupted" in page(add_section("core", part, file))
+    assert add_section("core", whole, file)["core"]["command"] == "whole"
+    assert add_section("core", part, file)["core"]["command"] == "whole"
+    assert "interrupted" not in page(read_sections(file))
 
 
 def test_a_red_gate_is_exit_code_1_without_a_speed(bench):

@@ -2,11 +2,11 @@
 
 from anymamba.bench.archive import (
     Sections,
+    add_section,
     page,
     rates_line,
     read_sections,
     section,
-    write_sections,
 )
 from anymamba.bench.blocks import LARGE, SMALL, BlockCase, block_cases
 from anymamba.bench.budget import Promise, promises
@@ -61,6 +61,7 @@ __all__ = [
     "TrainingMemory",
     "Way",
     "Work",
+    "add_section",
     "backward",
     "block_cases",
     "budget_table",
@@ -99,5 +100,4 @@ __all__ = [
     "tensor_bytes",
     "thread_figures",
     "token_limit",
-    "write_sections",
 ]

@@ -1,7 +1,8 @@
 """What is kept of a run: a section for each group of cases, and the page made of all sections.
 
 A later run replaces the sections it measured again and leaves the others, so that a page of many
-minutes can be measured in pieces. Every section names its own machine, day and command.
+minutes can be measured in pieces. Every section names its own machine, day and command. What is
+left of an interrupted run is kept too, unless it would replace something complete.
 """
 
 import json
@@ -18,7 +19,7 @@ from anymamba.bench.results import Report
 from anymamba.bench.words import NOTHING, digits
 from anymamba.errors import ConfigError
 
-__all__ = ["Sections", "page", "rates_line", "read_sections", "section", "write_sections"]
+__all__ = ["Sections", "add_section", "page", "rates_line", "read_sections", "section"]
 
 # By group; everything in them is plain data.
 Sections = dict[str, dict[str, Any]]
@@ -26,15 +27,16 @@ Sections = dict[str, dict[str, Any]]
 WAYS = ("native", "portable", "serial", "unbind", "torch", "transformers", "llama.cpp")
 
 
-def section(report: Report, command: str) -> dict[str, Any]:
+def section(report: Report, command: str, *, is_complete: bool = True) -> dict[str, Any]:
     """Return what is kept of one group.
 
     Args:
         report: of that group only.
         command: what made it.
+        is_complete: whether every case was measured.
     """
     shown = [table._asdict() for table in tables(report)]
-    return {"command": command, **report.to_dict(), "tables": shown}
+    return {"command": command, "is_complete": is_complete, **report.to_dict(), "tables": shown}
 
 
 def read_sections(file: Path) -> Sections:
@@ -55,10 +57,15 @@ def read_sections(file: Path) -> Sections:
         ) from error
 
 
-def write_sections(sections: Sections, file: Path) -> None:
-    """Write the sections in the order of the groups."""
-    ordered = {group: sections[group] for group in GROUPS if group in sections}
+def add_section(group: str, new: dict[str, Any], file: Path) -> Sections:
+    """Write a section into a file, in the order of the groups, and return all of them."""
+    sections = read_sections(file)
+    is_worse = group in sections and sections[group]["is_complete"] and not new["is_complete"]
+    if not is_worse:
+        sections[group] = new
+    ordered = {name: sections[name] for name in GROUPS if name in sections}
     file.write_text(json.dumps({"sections": ordered}, indent=1) + "\n")
+    return ordered
 
 
 def rates_line(rates: dict[str, Any]) -> str:
@@ -115,8 +122,9 @@ _ABOUT = """\
 
 def _origin(one: dict[str, Any]) -> list[str]:
     kind = "a quick run of " if one["quick"] else ""
+    end = "" if one["is_complete"] else " (interrupted: not every case)"
     machine = Machine(**one["machine"])
-    text = f"Made by {kind}`{one['command']}` on {machine}. {rates_line(one['rates'])}"
+    text = f"Made by {kind}`{one['command']}`{end} on {machine}. {rates_line(one['rates'])}"
     return [*textwrap.wrap(text, 100), ""]
 
 

@@ -18,13 +18,24 @@ from anymamba.models import MambaConfig, MambaLM, count_model, preset
 from anymamba.nn import Mamba
 from anymamba.ops import SsdPath
 
-__all__ = ["PUBLISHED", "lm_cases", "prefill_cases", "prompt_ids", "training_step"]
+__all__ = [
+    "PUBLISHED",
+    "THEIR_LONGEST",
+    "lm_cases",
+    "prefill_cases",
+    "prompt_ids",
+    "training_step",
+]
 
 PUBLISHED = ("mamba-130m", "mamba2-130m", "mamba3-siso-187m", "mamba3-mimo-187m")
 GATE = 12
 # Runs of a whole model on two cores take seconds.
 TURNS = 2
 LONG = 1024
+# Tokens of a training step of transformers' Mamba-1. Its backward makes a gradient of full length
+# for every token; freed, they are scattered over the heap, which at 256 tokens grew past 21 GB.
+THEIR_LONGEST = 64
+FILLS_MEMORY = "its Mamba-1 fills 20 GB of memory in one step of this length; 64 tokens show it"
 SHORTER = "takes minutes here; 256 tokens show it"
 ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
 NARROW_TRAINING = "multiplies bfloat16 at the rate above: a minute or more for one step"
@@ -149,9 +160,9 @@ def _training(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
     if setting.is_narrow and not isinstance(theirs, str):
         peer = NARROW_TRAINING
     elif not isinstance(theirs, str):
-        # Its Mamba-1 needs half a minute for one step of 256 tokens.
-        turns = 1 if isinstance(_mixer(lm), Mamba) else TURNS
-        peer = Way(training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss), turns=turns)
+        run = training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss)
+        fits = not isinstance(_mixer(lm), Mamba) or ids_bs.shape[1] <= THEIR_LONGEST
+        peer = Way(run, turns=TURNS) if fits else FILLS_MEMORY
     return {**_ours(setting, ours), "transformers": peer}
 
 

@@ -10,7 +10,7 @@ from anymamba.bench.blocks import LARGE, SMALL, block_cases
 from anymamba.bench.case import GROUPS, MODES, Case
 from anymamba.bench.decode import decode_figures
 from anymamba.bench.growth import growth_figures, thread_figures
-from anymamba.bench.lms import PUBLISHED, lm_cases, prefill_cases
+from anymamba.bench.lms import PUBLISHED, THEIR_LONGEST, lm_cases, prefill_cases
 from anymamba.bench.machine import Rates, describe_machine
 from anymamba.bench.measure import Effort, measure
 from anymamba.bench.operators import conv_cases, core_cases, scan_cases
@@ -19,6 +19,7 @@ from anymamba.bench.profile import profile_block
 from anymamba.bench.results import Report
 from anymamba.bench.training_memory import memory_figures
 from anymamba.errors import ConfigError
+from anymamba.models import preset
 
 __all__ = ["Suite", "run_suite", "suite_cases"]
 
@@ -103,6 +104,8 @@ def suite_cases(suite: Suite) -> Iterator[Case]:
                     yield from prefill_cases(name, length, dtype=dtype)
     if "train" in suite.groups and "train" in modes:
         for name in suite.models:
+            if preset(name).layer == "Mamba1" and suite.prompts[0] > THEIR_LONGEST:
+                yield from lm_cases(name, THEIR_LONGEST)
             for dtype in (torch.float32, narrow):
                 yield from lm_cases(name, suite.prompts[0], dtype=dtype)
 
@@ -111,7 +114,7 @@ def run_suite(
     suite: Suite,
     tell: Callable[[str], None] = lambda _: None,
     show: Callable[[Report], None] = lambda _: None,
-    keep: Callable[[str, Report], None] = lambda group, _: None,
+    keep: Callable[[str, Report, bool], None] = lambda group, found, is_complete: None,
 ) -> Report:
     """Measure everything a suite asks for.
 
@@ -119,7 +122,8 @@ def run_suite(
         suite: what to measure.
         tell: is told what happens.
         show: is given what was just measured, at once: a run of minutes should not be silent.
-        keep: is given each group when it is complete, so that an interruption loses one at most.
+        keep: is given what there is of a group after each piece, and whether that is all of it: an
+            interruption must not cost what was measured before.
     """
     tell("rates of the machine")
     cases = list(suite_cases(suite))
@@ -130,7 +134,8 @@ def run_suite(
             report.add(piece)
             report.rates.probe()
             show(piece)
-        keep(group, report.only(group))
+            keep(group, report.only(group), False)
+        keep(group, report.only(group), True)
     return report
 
 

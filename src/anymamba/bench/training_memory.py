@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.bench.lms import prompt_ids, training_step
+from anymamba.bench.lms import THEIR_LONGEST, prompt_ids, training_step
 from anymamba.bench.memory import peak_and_result
 from anymamba.bench.peers import their_lm
 from anymamba.models import MambaConfig, MambaLM, preset, recompute_layers
@@ -66,7 +66,8 @@ def memory_figures(
 
     Args:
         models: names of presets.
-        lengths: a short one, which tells whether a peer can do the other one too.
+        lengths: a short one, which tells whether a peer can do the other one too. Of Mamba-1 it is
+            at most what a peer's memory allows.
         configs: other models than the presets of these names.
         tell: is told what happens.
     """
@@ -76,10 +77,11 @@ def memory_figures(
         lm = MambaLM(config)
         theirs = their_lm(lm)
         found: list[TrainingMemory] = []
-        for length in lengths:
+        short = min(lengths[0], THEIR_LONGEST) if config.layer == "Mamba1" else lengths[0]
+        for length in (short, lengths[1]):
             ids_bs = prompt_ids(length, config.vocab_size)
             loss: float | None = None
-            for way in WAYS[: 2 if length == lengths[0] else 4]:
+            for way in WAYS[: 2 if length == short else 4]:
                 tell(f"memory of {name}, {length} tokens, {way}")
                 why_not = theirs if isinstance(theirs, str) else _hopeless(found, way, length, lm)
                 if way in THEIRS and why_not:

@@ -94,16 +94,15 @@ class Bench:
         terminal.document(ok=not report.wrong, **report.to_dict())
         return 1 if report.wrong else 0
 
-    def _keep(self, group: str, report: "Report") -> None:
+    def _keep(self, group: str, report: "Report", is_complete: bool) -> None:
         """Write page, picture and data of this group and of what was there before."""
         if self.save is None:
             return
-        from anymamba.bench import draw, page, read_sections, section, write_sections
+        from anymamba.bench import add_section, draw, page, section
 
         written, picture, data = self._files(self.save)
-        words = ["anymamba", "bench", group, *["--quick"] * self.quick]
-        write_sections({**read_sections(data), group: section(report, " ".join(words))}, data)
-        sections = read_sections(data)
+        command = " ".join(["anymamba", "bench", group, *["--quick"] * self.quick])
+        sections = add_section(group, section(report, command, is_complete=is_complete), data)
         draw(sections, picture)
         written.write_text(page(sections, plot=picture.name))
 
