@@ -5,6 +5,7 @@ clock and its kernels.
 """
 
 import ctypes
+import importlib
 import importlib.util
 import shutil
 import tempfile
@@ -168,10 +169,10 @@ _quiet: list[Any] = []
 
 def _api() -> Any:
     """Return its C interface, with its log lines kept off the terminal."""
-    import llama_cpp
-
+    # By name: type checkers need not have what only one extra brings.
+    api: Any = importlib.import_module("llama_cpp")
     if not _quiet:
-        _quiet.append(llama_cpp.llama_log_callback(lambda level, text, data: None))
-        llama_cpp.llama_log_set(_quiet[0], ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-    return llama_cpp
+        _quiet.append(api.llama_log_callback(lambda level, text, data: None))
+        api.llama_log_set(_quiet[0], ctypes.c_void_p(0))
+        api.llama_backend_init()
+    return api

@@ -1,5 +1,6 @@
 """Our models as files of llama.cpp: GGUF, with the names and the layouts it reads."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,10 @@ def write_gguf(lm: MambaLM, file: Path) -> None:
     Raises:
         KeyError: a weight has no place in llama.cpp's models.
     """
-    import gguf
-
-    mixer: Any = next(iter(lm.backbone.layers)).mixer  # pyright: ignore[reportArgumentType]
+    # By name: type checkers need not have what only one extra brings.
+    gguf: Any = importlib.import_module("gguf")
+    layers: list[Any] = list(lm.backbone.layers)
+    mixer = layers[0].mixer
     writer = gguf.GGUFWriter(file, "mamba" if isinstance(mixer, Mamba) else "mamba2")
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(lm.config.padded_vocab_size)
@@ -56,7 +58,7 @@ def write_gguf(lm: MambaLM, file: Path) -> None:
     writer.add_embedding_length(lm.config.d_model)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
-    writer.add_block_count(len(lm.backbone.layers))
+    writer.add_block_count(len(layers))
     writer.add_layer_norm_rms_eps(lm.backbone.norm_f.eps)
     writer.add_ssm_conv_kernel(mixer.d_conv)
     writer.add_ssm_inner_size(mixer.d_inner)
