@@ -50,7 +50,7 @@ check: $(STAMP) ## format, lint, types, layers, doors, names, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-bench: $(STAMP) ## measure speed and memory; writes docs/benchmarks.* (7 minutes, an idle machine)
+bench: $(STAMP) ## measure speed and memory; writes docs/benchmarks.* (half an hour, an idle machine)
 	$(RUN) -m anymamba bench --save docs/benchmarks
 
 docs: $(STAMP) ## follow every relative link and run every python block of the documents

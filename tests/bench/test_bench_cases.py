@@ -75,6 +75,16 @@ def test_models_pass_the_gate_beside_transformers(layer):
     assert prompt.work.flops == case.work.flops / 3 - 19 * head
 
 
+def test_a_peer_that_would_fill_the_memory_is_not_started():
+    """transformers' Mamba-1 trains on short sequences only; a longer one gets the reason."""
+    pytest.importorskip("transformers")
+    config = MambaConfig(d_model=16, n_layer=1, vocab_size=50, ssm_cfg={"layer": "Mamba1"})
+    [case] = lm_cases("toy", 65, config)
+    ways_at = case.prepare()
+    assert not isinstance(ways_at(64)["transformers"], str)
+    assert "memory" in ways_at(65)["transformers"]
+
+
 def test_work_is_counted_by_the_conventions():
     """SSD: b h s m (64 (r + p) + 4 p r); training three times; a step reads weights and state."""
     forward, train = core_cases(CoreSizes(1, 2048, 1, 24, 24, 64, 128))
@@ -131,9 +141,18 @@ def test_the_suite_has_the_cases_of_the_issue():
     assert len(LARGE) == 6
     assert len(names["small"]) == 21
     assert len(names["blocks"]) == 18
-    assert [case.name.partition(" ")[0] for case in names["train"]] == list(PUBLISHED)
-    prompts = [(name, length) for name in PUBLISHED for length in (256, 2048)]
-    assert [case.name for case in names["prefill"]] == [f"{n} b1 s{s}" for n, s in prompts]
+    dtypes = (torch.float32, torch.bfloat16)
+    trained = [(f"{name} b1 s256", dtype) for name in PUBLISHED for dtype in dtypes]
+    # Where transformers can do Mamba-1 too.
+    trained.insert(0, ("mamba-130m b1 s64", torch.float32))
+    assert [(case.name, case.dtype) for case in names["train"]] == trained
+    prompts = [
+        (f"{name} b1 s{length}", dtype)
+        for name in PUBLISHED
+        for dtype in dtypes
+        for length in (256, 2048)
+    ]
+    assert [(case.name, case.dtype) for case in names["prefill"]] == prompts
     titles = {case.title for case in cases}
     for groups in (24, 1):
         for mode in ("forward", "train"):

@@ -26,6 +26,14 @@ def test_a_slow_function_leaves_the_round_after_its_least_runs():
     assert timings["slow"].median >= 0.02
 
 
+def test_who_says_how_often_runs_as_often():
+    """Whatever the time and the limits of the others, and in turns with them."""
+    order = []
+    functions = {name: lambda name=name: order.append(name) for name in "abc"}
+    interleave(functions, least=2, most=2, turns={"a": 1, "c": 3})
+    assert "".join(order) == "abcbcc"
+
+
 def test_what_surrounds_a_function_is_not_timed():
     """Entering and leaving a context belongs to nobody's time."""
 

@@ -1,6 +1,7 @@
 """Laws of the report: budget, tables, page, picture, data, and the command that makes them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,27 +12,36 @@ from anymamba.bench import (
     MODES,
     Growth,
     Row,
+    Suite,
     Threads,
     Timing,
+    add_section,
+    budget_table,
     draw,
-    markdown,
+    page,
     promises,
+    read_sections,
+    run_suite,
+    section,
     tables,
 )
 from anymamba.bench import Way as TimedWay
 from anymamba.cli import main
 
 
-def row(name, mode, way, seconds, *, group="core", peak=0, results=0, why_not=None):
+def row(
+    name, mode, way, seconds, *, group="core", peak=0, results=0, why_not=None, dtype=torch.float32
+):
     """Return a measured row, or one with a reason."""
-    case = toy_case({}, name=name, mode=mode, group=group)
+    case = replace(toy_case({}, name=name, mode=mode, group=group), dtype=dtype)
     timing = None if seconds is None else Timing(seconds, seconds, seconds, 3)
     return Row(case, way, "", 0.0, True, why_not, timing=timing, peak=peak, results=results)
 
 
 def budget_of(rows, growth=(), threads=(), mm=1000.0):
     report = tiny_report()
-    report.rates.products[torch.float32][:] = [mm]
+    for dtype in (torch.float32, torch.bfloat16):
+        report.rates.products[dtype] = [mm]
     found = promises(rows, growth, threads, report.rates)
     return {(p.what, p.measure): p for p in found}
 
@@ -86,6 +96,7 @@ def test_blocks_and_models_are_held_to_the_ideal_and_to_siso():
         row("Mamba-3 double b1", "forward", "native", 2.5, group="blocks"),
         row("Mamba-3 SISO b1", "train", "native", 1.61, group="blocks"),
         row("mamba2-130m b1", "forward", "native", 1.31, group="prefill"),
+        row("mamba2-130m b1", "forward", "llama.cpp", 2.62, group="prefill"),
         row("mamba2-130m b1", "train", "native", 2.0, group="train"),
         row("mamba2-130m b1", "train", "transformers", 3.0, group="train"),
     ]
@@ -95,8 +106,59 @@ def test_blocks_and_models_are_held_to_the_ideal_and_to_siso():
     assert found["Mamba-3 double b1, forward", "time per work over SISO's"].reached == 2.0
     assert not found["Mamba-3 double b1, forward", "time per work over SISO's"].met
     assert not found["mamba2-130m b1, forward", "time over ideal"].met
+    assert found["mamba2-130m b1, forward", "speed over llama.cpp"].reached == 2.0
     assert not found["mamba2-130m b1, train", "time over ideal"].met
     assert found["mamba2-130m b1, train", "speed over transformers"].reached == 1.5
+
+
+def test_half_types_have_their_own_lines():
+    """1.5 times the ideal and 1.35 times llama.cpp in bfloat16; autocast beside float32."""
+    narrow = {"dtype": torch.bfloat16}
+    rows = [
+        row("mamba2-130m b1", "forward", "native", 1.45, group="prefill", **narrow),
+        row("mamba2-130m b1", "forward", "llama.cpp", 1.45, group="prefill", **narrow),
+        row("mamba-130m b1", "train", "native", 3.0, group="train"),
+        row("mamba-130m b1", "train", "transformers", 30.0, group="train"),
+        row("mamba-130m b1", "train", "native", 1.5, group="train", **narrow),
+        row("mamba-130m b1", "train", "transformers", None, group="train", **narrow),
+    ]
+    found = budget_of(rows)
+    assert found["mamba2-130m b1 bfloat16, forward", "time over ideal"].met
+    over = found["mamba2-130m b1 bfloat16, forward", "speed over llama.cpp"]
+    assert (over.target, over.reached, over.met) == (1.35, 1.0, False)
+    assert found["mamba-130m b1, train", "speed over transformers"].target == 12.0
+    assert found["mamba-130m b1 bfloat16, train", "speed over float32"].reached == 2.0
+
+
+def test_a_peer_is_compared_where_it_can_run():
+    """The ideal is for the longest step; the peer's line is for the step it was measured on."""
+    rows = [
+        row("mamba-130m s64", "train", "native", 1.0, group="train"),
+        row("mamba-130m s64", "train", "transformers", 13.0, group="train"),
+        row("mamba-130m s256", "train", "native", 1.5, group="train"),
+        row("mamba-130m s256", "train", "transformers", None, group="train", why_not="no room"),
+    ]
+    rows = [r._replace(case=replace(r.case, length=int(r.case.name[12:]))) for r in rows]
+    found = budget_of(rows)
+    assert found["mamba-130m s64, train", "speed over transformers"].met
+    assert list(found) == [
+        ("mamba-130m s256, train", "time over ideal"),
+        ("mamba-130m s64, train", "speed over transformers"),
+    ]
+    [_, alone] = budget_of(rows[2:]).values()
+    assert (alone.reached, alone.why_not) == (None, "no room")
+
+
+def test_prompts_are_judged_at_the_longest_only():
+    """Short prompts are shown, and promised nothing."""
+    rows = [
+        row(f"mamba3-siso-187m s{length}", "forward", "native", 1.0, group="prefill")
+        for length in (256, 2048)
+    ]
+    rows = [
+        r._replace(case=replace(r.case, length=n)) for r, n in zip(rows, (256, 2048), strict=True)
+    ]
+    assert [what for what, _ in budget_of(rows)] == ["mamba3-siso-187m s2048, forward"]
 
 
 def test_flatness_and_threads_are_in_the_budget():
@@ -118,9 +180,9 @@ def test_what_was_not_measured_is_not_met_and_says_why():
     ]
     promise = budget_of(rows)["SSD, forward", "speed over the portable path"]
     assert (promise.reached, promise.met, promise.why_not) == (None, False, "no kernel here")
-    page = markdown(tiny_report(rows=rows))
-    assert "not met" in page
-    assert "no kernel here" in page
+    text = page({"core": section(tiny_report(rows=rows), "anymamba bench core")})
+    assert "not met" in text
+    assert "no kernel here" in text
 
 
 def full_report():
@@ -141,18 +203,19 @@ def full_report():
 def test_the_page_names_the_machine_and_holds_every_number():
     """Median, spread, tokens per second, memory, ideal, gain; and the columns side by side."""
     report = full_report()
-    page = markdown(report, plot="p.png", command="anymamba bench")
-    assert report.machine.cpu in page
-    assert f"torch {torch.__version__}" in page
-    assert "![Speed and share of the ideal](p.png)" in page
-    line = next(x for x in page.splitlines() if x.startswith("| SSD | forward | native |"))
+    text = page({"core": section(report, "anymamba bench core")}, plot="p.png")
+    assert report.machine.cpu in text
+    assert f"torch {torch.__version__}" in " ".join(text.split())
+    assert "`anymamba bench core`" in text
+    assert "![Speed and share of the ideal](p.png)" in text
+    line = next(x for x in text.splitlines() if x.startswith("| SSD | forward | native |"))
     assert "1 ms | 0% | 6 k | 2.5 MB |" in line
     assert line.endswith("| 4x |")
-    assert "| SSD | forward | 1 | 4 | 5 |" in page
-    assert "1234000" in page
+    assert "| SSD | forward | 1 | 4 | 5 |" in text
+    assert "1234000" in text
     widths = {
         line.replace("\\|", "").count("|")
-        for table in page.split("## ")[2:3]
+        for table in text.split("## ")[3:4]
         for line in table.splitlines()
         if line.startswith("|")
     }
@@ -176,7 +239,7 @@ def test_the_picture_is_a_png(tmp_path):
     """With and without the lengths."""
     pytest.importorskip("matplotlib")
     for name, report in (("a", full_report()), ("b", tiny_report(rows=full_report().rows))):
-        draw(report, tmp_path / f"{name}.png")
+        draw({"core": section(report, "anymamba bench core")}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -209,7 +272,65 @@ def test_the_command_prints_and_writes(bench, tmp_path):
     found = {file.name for file in tmp_path.iterdir()}
     assert found == {"my.bench.md", "my.bench.png", "my.bench.json"}
     assert "(my.bench.png)" in (tmp_path / "my.bench.md").read_text()
-    assert json.loads((tmp_path / "my.bench.json").read_text())["quick"] is True
+    assert read_sections(tmp_path / "my.bench.json")["core"]["quick"] is True
+
+
+def test_a_later_run_replaces_what_it_measured_and_keeps_the_rest(bench, tmp_path):
+    """A page of many minutes can be measured in pieces; each names its own command."""
+    pytest.importorskip("matplotlib")
+    assert bench(WAYS, "--save", tmp_path / "x")[0] == 0
+    data = tmp_path / "x.json"
+    sections = json.loads(data.read_text())
+    old = {**sections["sections"]["core"], "command": "anymamba bench scan"}
+    old["tables"] = [{**table, "title": "An older table"} for table in old["tables"]]
+    data.write_text(json.dumps({"sections": {"scan": old, **sections["sections"]}}))
+    assert bench({**WAYS, "serial": "no such thing"}, "--save", tmp_path / "x")[0] == 0
+    assert list(read_sections(data)) == ["core", "scan"]
+    text = (tmp_path / "x.md").read_text()
+    assert "An older table" in text
+    assert "no such thing" in text
+    assert text.count("`anymamba bench core --quick`") == 1
+    assert text.count("`anymamba bench scan`") == 1
+
+
+def test_a_strange_file_is_refused_before_measuring(bench, tmp_path):
+    """Nothing is overwritten that --save did not write."""
+    (tmp_path / "x.json").write_text('{"rows": []}')
+    code, _, err = bench(WAYS, "--save", tmp_path / "x")
+    assert code == 2
+    assert "Move it away" in err
+    assert (tmp_path / "x.json").read_text() == '{"rows": []}'
+
+
+def test_an_interruption_costs_nothing_that_was_measured(monkeypatch):
+    """Rows are shown and handed over when they are measured."""
+    shown, kept = [], []
+
+    def stop():
+        raise KeyboardInterrupt
+
+    cases = [toy_case(WAYS), toy_case({**WAYS, "native": TimedWay(stop)}, name="second")]
+    monkeypatch.setattr("anymamba.bench.suite.Rates", lambda dtypes: tiny_report().rates)
+    monkeypatch.setattr("anymamba.bench.suite.suite_cases", lambda suite: iter(cases))
+
+    def keep(group, found, is_complete):
+        kept.append((group, len(found.rows), is_complete))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(Suite(groups=["core"], quick=True), show=shown.append, keep=keep)
+    assert [row.way for row in shown[0].rows] == list(WAYS)
+    assert kept == [("core", 3, False)]
+
+
+def test_what_is_complete_is_not_replaced_by_a_part(tmp_path):
+    """A part is kept where there was nothing, says so, and gives way to the whole."""
+    file = tmp_path / "x.json"
+    part = section(full_report(), "part", is_complete=False)
+    whole = section(full_report(), "whole")
+    assert "interrupted" in page(add_section("core", part, file))
+    assert add_section("core", whole, file)["core"]["command"] == "whole"
+    assert add_section("core", part, file)["core"]["command"] == "whole"
+    assert "interrupted" not in page(read_sections(file))
 
 
 def test_a_red_gate_is_exit_code_1_without_a_speed(bench):
@@ -252,7 +373,8 @@ def test_the_command_knows_every_table_and_mode(capsys):
 
 
 def test_tables_come_in_the_order_of_the_groups():
-    """Operators first, then the budget and the lengths."""
-    titles = [table.title for table in tables(full_report())]
-    assert titles[0] == "SSD core"
-    assert titles[1].startswith("Budget")
+    """Operators first, then the lengths and the threads; the budget is a table of its own."""
+    report = full_report()
+    titles = [table.title for table in tables(report)]
+    assert titles == ["SSD core", "Microseconds per token by length", "Threads, 2048 tokens"]
+    assert budget_table(report.promises).title.startswith("Budget")

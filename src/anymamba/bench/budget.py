@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from anymamba.bench.decode import Decoding
 from anymamba.bench.growth import Growth, Threads
 from anymamba.bench.machine import Rates
 from anymamba.bench.measure import Row
 
-__all__ = ["Promise", "decode_promises", "promises"]
+__all__ = ["Promise", "promises"]
 
 # Columns by their name in a budget's sentence.
 WHO = {
@@ -18,6 +17,7 @@ WHO = {
     "serial": "autograd over serial",
     "unbind": "the loop over unbind",
     "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
 }
 
 
@@ -65,7 +65,8 @@ def promises(
         *_blocks(table),
         *_scan(table),
         *_relatives(table),
-        *_models(table),
+        *_prompts(table, _Table(rows, rates, torch.bfloat16)),
+        *_training(table, _Table(rows, rates, torch.bfloat16)),
         *(
             Promise(_title(g), "time per token, deviation over lengths", "<=", 0.10, g.deviation)
             for g in growth
@@ -77,47 +78,21 @@ def promises(
     ]
 
 
-# Shares of the rate of reading memory: one row, and eight rows.
-DECODE_SHARES = {"float32": 0.90, "bfloat16": 0.90, "int8": 0.80, "int4": 0.65}
-DECODE_SHARE_OF_EIGHT = 0.70
-
-
-def decode_promises(figures: Sequence[Decoding], rates: Rates) -> list[Promise]:
-    """Return the lines of the budget about decoding.
-
-    Args:
-        figures: measured models, formats and rows.
-        rates: of the machine.
-    """
-    found = []
-    alone = {(x.model, x.format): x for x in figures if x.rows == 1}
-    for figure in figures:
-        what = f"{figure.model}, {figure.format}, decoding {figure.rows}"
-        share = figure.share(rates.bandwidth) if figure.ok else None
-        if figure.rows == 1:
-            target = DECODE_SHARES[figure.format]
-            found.append(Promise(what, "share of the ideal", ">=", target, share))
-        elif figure.rows == 8 and figure.format != "float32":
-            found.append(Promise(what, "share of the ideal", ">=", DECODE_SHARE_OF_EIGHT, share))
-        elif figure.rows == 8 and (one := alone.get((figure.model, figure.format))):
-            ratio = figure.tokens_per_second / one.tokens_per_second if figure.ok else None
-            found.append(Promise(what, "speed over one row", ">=", 4.0, ratio))
-    return found
-
-
 def _title(figure: Growth | Threads) -> str:
     return f"{figure.name}, {figure.mode} ({figure.impl})"
 
 
 class _Table:
-    """The float32 rows by case, mode and column."""
+    """The rows of one dtype by case, mode and column."""
 
-    def __init__(self, rows: Iterable[Row], rates: Rates) -> None:
+    def __init__(
+        self, rows: Iterable[Row], rates: Rates, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.rates = rates
         self.rows = {
             (row.case.group, row.case.name, row.case.mode, row.way): row
             for row in rows
-            if row.case.dtype == torch.float32
+            if row.case.dtype == dtype
         }
 
     def cases(self, group: str) -> Iterator[tuple[str, str]]:
@@ -141,7 +116,7 @@ class _Table:
         if native.timing and other.timing:
             ratio = other.timing.median / native.timing.median
         return Promise(
-            f"{native.case.name}, {native.case.mode}",
+            _what(native),
             measure or f"speed over {WHO[column]}",
             ">=",
             target,
@@ -151,9 +126,15 @@ class _Table:
 
     def ideal(self, native: Row, target: float) -> Promise:
         """Compare the native time with the ideal."""
-        what = f"{native.case.name}, {native.case.mode}"
         reached = self.times_ideal(native)
-        return Promise(what, "time over ideal", "<=", target, reached, native.why_not or "")
+        return Promise(
+            _what(native), "time over ideal", "<=", target, reached, native.why_not or ""
+        )
+
+
+def _what(row: Row) -> str:
+    is_narrow = row.case.dtype == torch.bfloat16
+    return f"{row.case.name}{' bfloat16' if is_narrow else ''}, {row.case.mode}"
 
 
 def _median(row: Row) -> float:
@@ -220,13 +201,39 @@ def _relatives(table: _Table) -> Iterator[Promise]:
         yield Promise(what, "time per work over SISO's", "<=", 1.5, ratio, native.why_not or "")
 
 
-def _models(table: _Table) -> Iterator[Promise]:
-    for name, mode in table.cases("prefill"):
-        yield table.ideal(table.get("prefill", name, mode, "native"), 1.3)
-    for name, mode in table.cases("train"):
-        native = table.get("train", name, mode, "native")
-        yield table.ideal(native, 1.6)
-        if name.startswith("mamba-"):
-            yield table.against(native, "transformers", 12.0)
-        if name.startswith("mamba2-"):
-            yield table.against(native, "transformers", 1.4)
+def _prompts(wide: _Table, narrow: _Table) -> Iterator[Promise]:
+    """Whole models, at the longest prompt that was measured."""
+    for table, ideal, over_llama in (
+        (wide, 1.3, {"mamba-": 2.0, "mamba2-": 1.2}),
+        (narrow, 1.5, {"mamba-": 2.0, "mamba2-": 1.35}),
+    ):
+        cases = [table.get("prefill", *case, "native") for case in table.cases("prefill")]
+        longest = max((row.case.length for row in cases), default=0)
+        for native in cases:
+            if native.case.length < longest:
+                continue
+            yield table.ideal(native, ideal)
+            for family, target in over_llama.items():
+                if native.case.name.startswith(family):
+                    yield table.against(native, "llama.cpp", target)
+
+
+def _training(wide: _Table, narrow: _Table) -> Iterator[Promise]:
+    over_theirs = {"mamba-": 12.0, "mamba2-": 1.4}
+    cases = [wide.get("train", *case, "native") for case in wide.cases("train")]
+    longest = max((row.case.length for row in cases), default=0)
+    for native in cases:
+        if native.case.length == longest:
+            yield wide.ideal(native, 1.6)
+    for family, target in over_theirs.items():
+        ours = [row for row in cases if row.case.name.startswith(family)]
+        found = [wide.against(native, "transformers", target) for native in ours]
+        # A peer that cannot do the longest is compared where it can.
+        yield from [promise for promise in found if promise.reached is not None] or found[:1]
+    for name, mode in narrow.cases("train"):
+        native, other = (table.get("train", name, mode, "native") for table in (narrow, wide))
+        ratio = None
+        if native.timing and other.timing:
+            ratio = other.timing.median / native.timing.median
+        why_not = native.why_not or other.why_not or ""
+        yield Promise(_what(native), "speed over float32", ">=", 1.6, ratio, why_not)

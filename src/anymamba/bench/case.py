@@ -20,7 +20,7 @@ __all__ = ["GROUPS", "JUDGE", "MODES", "Case", "Way", "Ways", "backward", "porta
 
 GROUPS = (
     *("core", "scan", "conv", "small", "blocks"),
-    *("prefill", "train", "decode", "growth", "profile"),
+    *("prefill", "train", "memory", "decode", "growth", "profile"),
 )
 MODES = ("forward", "train", "step")
 JUDGE = "reference"
@@ -33,13 +33,16 @@ class Way(NamedTuple):
         run: does it once.
         note: which algorithm it is, where there are several.
         around: what is entered before the clock starts.
-        slow: takes many seconds; is not warmed up, and gets two runs.
+        turns: how often it runs where one run takes seconds, without being warmed up; 0 lets the
+            clock decide.
+        outside: computes in memory that torch's allocator does not see.
     """
 
     run: Callable[[], Sequence[Tensor]]
     note: str = ""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    slow: bool = False
+    turns: int = 0
+    outside: bool = False
 
 
 # By column; a sentence instead of a way says why there is none.
@@ -80,9 +83,9 @@ class Case:
         return f"{self.name}, {self.mode}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def portable(run: Callable[[], Sequence[Tensor]], note: str = "", *, slow: bool = False) -> Way:
+def portable(run: Callable[[], Sequence[Tensor]], note: str = "", *, turns: int = 0) -> Way:
     """Return a way in which no compiled kernel of ours takes part, not even beside the scan."""
-    return Way(run, note, lambda: settings.override(native="off"), slow)
+    return Way(run, note, lambda: settings.override(native="off"), turns)
 
 
 def without(function: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:

@@ -49,6 +49,7 @@ def interleave(
     seconds: float = 1.0,
     least: int = 3,
     most: int = 50,
+    turns: Mapping[str, int] | None = None,
     around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> dict[str, Timing]:
     """Time functions in turns: A, B, A, B, ...; one that has used up its time leaves the round.
@@ -58,13 +59,14 @@ def interleave(
         seconds: what each of them may take altogether.
         least: runs that each of them gets in any case.
         most: runs after which it is enough.
+        turns: how often some of them run, whatever the time.
         around: what is entered before a function's clock starts and left after it has stopped.
 
     Example:
         >>> interleave({"a": int, "b": str}, most=3)["a"].runs
         3
     """
-    around = around or {}
+    around, turns = around or {}, turns or {}
     times: dict[str, list[float]] = {name: [] for name in functions}
     waiting = dict(functions)
     with _no_collection():
@@ -77,7 +79,10 @@ def interleave(
                     # Freed here: the next function's clock must not pay for this one's memory.
                     del result
                 runs = len(times[name])
-                if runs >= most or (runs >= least and sum(times[name]) >= seconds):
+                is_enough = runs >= most or (runs >= least and sum(times[name]) >= seconds)
+                if name in turns:
+                    is_enough = runs >= turns[name]
+                if is_enough:
                     del waiting[name]
     return {name: _timing(values) for name, values in times.items()}
 

@@ -2,28 +2,36 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from anymamba.errors import BackendError
-from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
-from anymamba.nn import ModelCache
+from anymamba.bench.llama import LlamaFiles, llama_files
+from anymamba.bench.token_limit import stored_bytes
+from anymamba.models import MambaConfig, MambaLM, native_refusal, preset, quantize_lm
 
 __all__ = [
     "FORMATS",
+    "LLAMA",
+    "OURS",
     "Decoding",
-    "TokenLimit",
     "decode_figures",
-    "stored_bytes",
-    "token_limit",
 ]
 
-_READ_BYTES = 128 * 2**20
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-# The same numbers, another order of sums, and half types or activations that one side rounds.
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 5e-2}
+OURS, LLAMA = "anymamba", "llama.cpp"
+# The same numbers, another order of sums, half types that one side rounds, and 8-bit activations
+# before int4, which were seen to cost 6e-2 with random weights. llama.cpp is judged by the float32
+# model, whatever it makes of its weights.
+_TOLERANCE = {
+    OURS: {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 1e-1},
+    LLAMA: {"float32": 1e-3, "bfloat16": 5e-2, "int8": 5e-2, "int4": 5e-1},
+}
+# Tokens of one engine before it is the other's turn, and tokens before the first turn.
+_TURN = 10
+_GATE = 4
 
 
 class Decoding(NamedTuple):
@@ -37,6 +45,7 @@ class Decoding(NamedTuple):
         weight_bytes: of all weights that a token reads.
         state_bytes: of the state of all rows.
         error: of the logits against the modules, relative to the largest.
+        engine: who decodes.
     """
 
     model: str
@@ -46,11 +55,12 @@ class Decoding(NamedTuple):
     weight_bytes: int
     state_bytes: int
     error: float
+    engine: str = OURS
 
     @property
     def ok(self) -> bool:
         """Whether the logits are those of the modules; else the time means nothing."""
-        return self.error <= _TOLERANCE[self.format]
+        return self.error <= _TOLERANCE[self.engine][self.format]
 
     @property
     def median(self) -> float:
@@ -91,8 +101,8 @@ def decode_figures(
     tokens: int = 40,
     configs: dict[str, MambaConfig] | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[Decoding]:
-    """Measure decoding with random weights; nothing where the native decoder cannot run.
+) -> Iterator[list[Decoding]]:
+    """Measure decoding with random weights, beside llama.cpp where it is and has the model.
 
     Args:
         models: names of presets.
@@ -101,18 +111,46 @@ def decode_figures(
         tokens: how many are timed, after a few that are not.
         configs: other models than the presets of these names.
         tell: is told what happens.
+
+    Yields:
+        What was measured in turns: ours, and the peer's. Nothing where our decoder cannot run.
     """
-    found = []
     for name in models:
+        config = (configs or {}).get(name) or preset(name)
+        plain = _model(config, "float32")
+        files = llama_files(plain)
         for form in formats:
-            tell(f"decoding of {name}, {form}")
-            lm = _model((configs or {}).get(name) or preset(name), form)
+            lm = plain if form == "float32" else _model(config, form)
+            if native_refusal(lm, torch.zeros(1, dtype=torch.int64)) is not None:
+                return
             for count in rows:
-                try:
-                    found.append(_measure(lm, name, form, count, tokens))
-                except BackendError:
-                    return found
-    return found
+                tell(f"decoding of {name}, {form}, {count} rows")
+                engines = {OURS: _our_engine(lm, count)}
+                if isinstance(files, LlamaFiles):
+                    engines[LLAMA] = _llama_engine(files, plain, form, count)
+                seconds, errors = _take_turns(engines, count, config.vocab_size, tokens)
+                yield [
+                    Decoding(
+                        name,
+                        form,
+                        count,
+                        seconds[who],
+                        engine.weight_bytes,
+                        engines[OURS].state_bytes,
+                        errors[who],
+                        who,
+                    )
+                    for who, engine in engines.items()
+                ]
+
+
+class _Engine(NamedTuple):
+    """Somebody who decodes: the next logits from the next ids, and what judges them."""
+
+    step: Callable[[Tensor], Tensor]
+    judge: MambaLM
+    weight_bytes: int
+    state_bytes: int = 0
 
 
 def _model(config: MambaConfig, form: str) -> MambaLM:
@@ -121,73 +159,50 @@ def _model(config: MambaConfig, form: str) -> MambaLM:
     return quantize_lm(lm, form) if form.startswith("int") else lm
 
 
-@torch.inference_mode()
-def _measure(lm: MambaLM, name: str, form: str, rows: int, tokens: int) -> Decoding:
+def _our_engine(lm: MambaLM, rows: int) -> _Engine:
     cache = lm.empty_cache(rows)
-    ids_b = torch.arange(rows) % lm.config.vocab_size
-    want, _ = lm.step(ids_b, cache, impl="portable")
-    seconds = []
-    error = 0.0
-    for place in range(-3, tokens):
-        start = time.perf_counter()
-        logits_bw = lm.step_(ids_b, cache, impl="native")
-        taken = time.perf_counter() - start
-        if place == -3:
-            gap = (logits_bw.float() - want.float()).abs().max()
-            error = float(gap / want.float().abs().max())
-        if place >= 0:
-            seconds.append(taken)
-        ids_b = logits_bw[:, : lm.config.vocab_size].argmax(-1)
-    return Decoding(name, form, rows, seconds, stored_bytes(lm), cache.nbytes, error)
+    return _Engine(
+        lambda ids_b: lm.step_(ids_b, cache, impl="native"),
+        lm,
+        stored_bytes(lm),
+        cache.nbytes,
+    )
 
 
-def stored_bytes(lm: MambaLM) -> int:
-    """Return the bytes of all weights that one token reads; of an untied embedding only a row.
+def _llama_engine(files: LlamaFiles, lm: MambaLM, form: str, rows: int) -> _Engine:
+    model = files.open(form, rows=rows)
+    return _Engine(model.step, lm, model.weight_bytes)
 
-    Example:
-        >>> stored_bytes(MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))) > 8 * 16 * 4
-        True
+
+def _error(engine: _Engine, rows: int, vocabulary: int) -> tuple[float, Tensor]:
+    """Return how far the logits of a few tokens are from those of the modules, and the next ids.
+
+    A few, because the first token meets an empty state, in which no decay shows.
     """
-    tensors = {}
-    for name, tensor in lm.state_dict().items():
-        is_table = name.startswith("backbone.embedding.") and not lm.config.tie_embeddings
-        if not is_table:
-            tensors[tensor.data_ptr()] = tensor.nbytes
-    return sum(tensors.values())
+    ids_bs = torch.arange(rows * _GATE).view(rows, _GATE) % vocabulary
+    want_bw = engine.judge.prefill(ids_bs, num_last_tokens=1, impl="portable").logits[:, 0].float()
+    logits_bw = [engine.step(ids_b) for ids_b in ids_bs.unbind(1)][-1].float()
+    error = float((logits_bw - want_bw).abs().max() / want_bw.abs().max())
+    return error, logits_bw[:, :vocabulary].argmax(-1)
 
 
-class TokenLimit(NamedTuple):
-    """How fast one sequence could decode if nothing but memory counted."""
-
-    bytes_per_token: int
-    bandwidth: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The limit."""
-        return self.bandwidth / self.bytes_per_token
-
-    def share(self, tokens_per_second: float) -> float:
-        """Return a measured speed over the limit.
-
-        Example:
-            >>> TokenLimit(bytes_per_token=10, bandwidth=100.0).share(5.0)
-            0.5
-        """
-        return tokens_per_second / self.tokens_per_second
-
-
-def token_limit(lm: MambaLM, cache: ModelCache) -> TokenLimit:
-    """Measure the rate of reading memory, and count what a token of one row moves.
-
-    Args:
-        lm: the model.
-        cache: its state; one row.
-    """
-    array = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        array.sum()
-        seconds.append(time.perf_counter() - start)
-    return TokenLimit(stored_bytes(lm) + 2 * cache.nbytes, array.nbytes / min(seconds))
+@torch.inference_mode()
+def _take_turns(
+    engines: dict[str, _Engine], rows: int, vocabulary: int, tokens: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of every token of every engine, and the errors of their logits."""
+    ids: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {who: [] for who in engines}
+    for who, engine in engines.items():
+        errors[who], ids[who] = _error(engine, rows, vocabulary)
+    while any(len(times) < tokens for times in seconds.values()):
+        for who, engine in engines.items():
+            # The first token of a turn brings the caches and the threads back, and is not timed.
+            for place in range(-1, min(_TURN, tokens - len(seconds[who]))):
+                start = time.perf_counter()
+                logits_bw = engine.step(ids[who])
+                if place >= 0:
+                    seconds[who].append(time.perf_counter() - start)
+                ids[who] = logits_bw[:, :vocabulary].argmax(-1)
+    return seconds, errors

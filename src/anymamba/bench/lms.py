@@ -1,29 +1,54 @@
-"""The cases of whole models: prefill and training of the published sizes, random weights."""
+"""The cases of whole models: a prompt and a training step, published sizes, random weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from anymamba.bench.blocks import best_path
 from anymamba.bench.case import JUDGE, Case, Way, Ways, portable, without
+from anymamba.bench.llama import LlamaModel, llama_files
 from anymamba.bench.machine import Work
-from anymamba.bench.peers import THEIR_CHUNK, their_lm
+from anymamba.bench.measure import dtype_name
+from anymamba.bench.peers import their_lm
 from anymamba.bench.portable import path_note
 from anymamba.models import MambaConfig, MambaLM, count_model, preset
-from anymamba.nn import Mamba2
+from anymamba.nn import Mamba
 from anymamba.ops import SsdPath
 
-__all__ = ["PUBLISHED", "lm_cases", "prefill_cases"]
+__all__ = [
+    "PUBLISHED",
+    "THEIR_LONGEST",
+    "lm_cases",
+    "prefill_cases",
+    "prompt_ids",
+    "training_step",
+]
 
 PUBLISHED = ("mamba-130m", "mamba2-130m", "mamba3-siso-187m", "mamba3-mimo-187m")
 GATE = 12
-MOST_BYTES = 4e9
+# Runs of a whole model on two cores take seconds.
+TURNS = 2
+LONG = 1024
+# Tokens of a training step of transformers' Mamba-1. Its backward makes a gradient of full length
+# for every token; freed, they are scattered over the heap, which at 256 tokens grew past 21 GB.
+THEIR_LONGEST = 64
+FILLS_MEMORY = "its Mamba-1 fills 20 GB of memory in one step of this length; 64 tokens show it"
+SHORTER = "takes minutes here; 256 tokens show it"
+ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
+NARROW_TRAINING = "multiplies bfloat16 at the rate above: a minute or more for one step"
 
 
-def lm_cases(name: str, length: int, config: MambaConfig | None = None) -> list[Case]:
-    """Return the training step of a model: loss, and the gradient of every weight, in float32.
+def lm_cases(
+    name: str,
+    length: int,
+    config: MambaConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> list[Case]:
+    """Return the training step of a model: loss, and the gradient of every weight.
 
     The optimiser is left out: it would be the same one on both sides.
 
@@ -31,22 +56,46 @@ def lm_cases(name: str, length: int, config: MambaConfig | None = None) -> list[
         name: of a preset.
         length: tokens of the one sequence.
         config: another model than the preset of that name.
+        dtype: torch.bfloat16 is autocast over float32 weights.
     """
-    return [_case(name, length, config or preset(name), "train")]
+    return [_case(name, length, config or preset(name), "train", dtype)]
 
 
-def prefill_cases(name: str, length: int, config: MambaConfig | None = None) -> list[Case]:
-    """Return the reading of a prompt, in float32: the state, and the logits of its last token.
+def prefill_cases(
+    name: str,
+    length: int,
+    config: MambaConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> list[Case]:
+    """Return the reading of a prompt: the state, and the logits of its last token.
 
     Args:
         name: of a preset.
         length: tokens of the prompt.
         config: another model than the preset of that name.
+        dtype: of the weights.
     """
-    return [_case(name, length, config or preset(name), "forward")]
+    return [_case(name, length, config or preset(name), "forward", dtype)]
 
 
-def _case(name: str, length: int, config: MambaConfig, mode: str) -> Case:
+class _Models(NamedTuple):
+    """One model as everybody has it; a sentence says why somebody has it not."""
+
+    lm: MambaLM
+    transformers: nn.Module | str
+    llama: LlamaModel | str
+
+
+class _Setting(NamedTuple):
+    """How a model is run."""
+
+    path: SsdPath | None
+    is_narrow: bool
+    is_long: bool
+
+
+def _case(name: str, length: int, config: MambaConfig, mode: str, dtype: torch.dtype) -> Case:
     trains = mode == "train"
     parts = count_model(MambaLM(config, device="meta"), length=length).parts
     head = sum(part.flops for part in parts if part.kind == "head")
@@ -54,19 +103,16 @@ def _case(name: str, length: int, config: MambaConfig, mode: str) -> Case:
     flops = 3.0 * (body + head) * length if trains else float(body * length + head)
 
     def prepare() -> Callable[[int], Ways]:
-        torch.manual_seed(0)
-        lm = MambaLM(config)
-        theirs = their_lm(lm)
-        layers: list[Any] = list(lm.backbone.layers)
-        path = best_path(layers[0].mixer, 1, length, mode)
+        models = _models(config, dtype, trains)
+        setting = _setting(models.lm, length, dtype, mode)
         ways = _training if trains else _reading
-        return lambda length: ways(lm, theirs, path, _ids(length, config.vocab_size))
+        return lambda length: ways(models, setting, prompt_ids(length, config.vocab_size))
 
     return Case(
         group="train" if trains else "prefill",
         name=f"{name} b1 s{length}",
         mode=mode,
-        dtype=torch.float32,
+        dtype=dtype,
         tokens=length,
         work=Work(flops=flops),
         length=length,
@@ -75,63 +121,101 @@ def _case(name: str, length: int, config: MambaConfig, mode: str) -> Case:
     )
 
 
-def _ids(length: int, vocabulary: int) -> Tensor:
+# The model that was built last: cases that follow each other use the same one.
+_last: dict[tuple[str, torch.dtype, bool], _Models] = {}
+
+
+def _models(config: MambaConfig, dtype: torch.dtype, trains: bool) -> _Models:
+    key = (repr(config), dtype, trains)
+    if key not in _last:
+        _last.clear()
+        torch.manual_seed(0)
+        lm = MambaLM(config, dtype=torch.float32 if trains else dtype)
+        files = "llama.cpp trains nothing" if trains else llama_files(lm)
+        llama = files if isinstance(files, str) else files.open(dtype_name(dtype))
+        _last[key] = _Models(lm, their_lm(lm), llama)
+    return _last[key]
+
+
+def _setting(lm: MambaLM, length: int, dtype: torch.dtype, mode: str) -> _Setting:
+    is_narrow, is_long = dtype == torch.bfloat16, length > LONG
+    path = None if is_narrow or is_long else best_path(_mixer(lm), 1, length, mode)
+    return _Setting(path, is_narrow, is_long)
+
+
+def prompt_ids(length: int, vocabulary: int) -> Tensor:
+    """Return the ids of one sequence, always the same."""
     return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def _training(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs: Tensor) -> Ways:
-    def ours(impl: str, path: SsdPath | None = None) -> Callable[[], Sequence[Tensor]]:
-        return _step(lm, lambda: lm.loss(ids_bs, impl=impl, path=path))
+def _training(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
+    lm: MambaLM = models.lm
+    autocast = _autocast if setting.is_narrow else nullcontext
 
-    peer: Any = theirs
-    run = _step(peer, lambda: peer(ids_bs, labels=ids_bs).loss) if _is_there(theirs) else None
-    return _columns(ours, theirs, path, run)
+    def ours(**how: Any) -> Callable[[], Sequence[Tensor]]:
+        return training_step(lm, lambda: lm.loss(ids_bs, **how), autocast)
 
-
-def _reading(lm: MambaLM, theirs: nn.Module | str, path: SsdPath | None, ids_bs: Tensor) -> Ways:
-    def ours(impl: str, path: SsdPath | None = None) -> Callable[[], Sequence[Tensor]]:
-        return without(lambda: [lm.prefill(ids_bs, num_last_tokens=1, impl=impl, path=path).logits])
-
-    theirs = _small_enough(theirs, lm, ids_bs.shape[1])
-    peer: Any = theirs
-    run = without(lambda: [peer(ids_bs, logits_to_keep=1).logits]) if _is_there(theirs) else None
-    return _columns(ours, theirs, path, run)
-
-
-def _small_enough(theirs: nn.Module | str, lm: MambaLM, length: int) -> nn.Module | str:
-    """Return the model, or why it would fill the memory of a small machine.
-
-    transformers multiplies B and C of all pairs of a chunk before it sums over the state.
-    """
-    mixer: Any = next(iter(lm.backbone.layers)).mixer  # pyright: ignore[reportArgumentType]
-    if isinstance(theirs, str) or not isinstance(mixer, Mamba2):
-        return theirs
-    pairs = 4.0 * length * min(length, THEIR_CHUNK) * mixer.nheads * mixer.d_state
-    if pairs <= MOST_BYTES:
-        return theirs
-    return f"transformers makes tensors of {pairs / 1e9:.1f} GB for this length"
+    theirs: Any = models.transformers
+    peer: Way | str = theirs
+    if setting.is_narrow and not isinstance(theirs, str):
+        peer = NARROW_TRAINING
+    elif not isinstance(theirs, str):
+        run = training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss)
+        fits = not isinstance(_mixer(lm), Mamba) or ids_bs.shape[1] <= THEIR_LONGEST
+        peer = Way(run, turns=TURNS) if fits else FILLS_MEMORY
+    return {**_ours(setting, ours), "transformers": peer}
 
 
-def _is_there(theirs: nn.Module | str) -> bool:
-    return isinstance(theirs, nn.Module)
+def _reading(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
+    lm: MambaLM = models.lm
+
+    def ours(**how: Any) -> Callable[[], Sequence[Tensor]]:
+        return without(lambda: [lm.prefill(ids_bs, num_last_tokens=1, **how).logits])
+
+    theirs: Any = models.transformers
+    peer: Way | str = theirs
+    if setting.is_narrow and setting.is_long and not isinstance(theirs, str):
+        peer = SHORTER
+    elif not isinstance(theirs, str):
+        run = without(lambda: [theirs(ids_bs, logits_to_keep=1).logits])
+        peer = Way(run, turns=TURNS)
+    llama: Any = models.llama
+    other: Way | str = llama
+    if not isinstance(llama, str):
+        other = Way(lambda: [llama.read(ids_bs[0]).view(1, 1, -1)], turns=TURNS, outside=True)
+    return {**_ours(setting, ours), "transformers": peer, "llama.cpp": other}
 
 
-def _columns(
-    ours: Callable[..., Callable[[], Sequence[Tensor]]],
-    theirs: nn.Module | str,
-    path: SsdPath | None,
-    run: Callable[[], Sequence[Tensor]] | None,
-) -> Ways:
-    absent = theirs if isinstance(theirs, str) else ""
+def _ours(setting: _Setting, ours: Callable[..., Callable[[], Sequence[Tensor]]]) -> Ways:
+    path = setting.path
+    plain = portable(ours(impl="portable", path=path), path_note(path), turns=TURNS)
     return {
-        "native": Way(ours("native"), slow=True),
-        "portable": portable(ours("portable", path), path_note(path), slow=True),
-        "transformers": absent if run is None else Way(run, slow=True),
-        JUDGE: portable(ours("reference")),
+        "native": Way(ours(impl="native"), turns=TURNS),
+        "portable": ITS_BLOCKS if setting.is_narrow or setting.is_long else plain,
+        JUDGE: portable(ours(impl="reference")),
     }
 
 
-def _step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Sequence[Tensor]]:
+def _mixer(lm: MambaLM) -> Any:
+    return next(iter(lm.backbone.layers)).mixer  # pyright: ignore[reportArgumentType]
+
+
+def _autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def training_step(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Callable[[], Sequence[Tensor]]:
+    """Return a function that computes the loss and the gradient of every weight.
+
+    Args:
+        model: whose weights; ours or transformers'.
+        loss: of that model.
+        around: what is entered for the loss and left before the backward.
+    """
     named = {
         name.replace(".embeddings.", ".embedding."): weight
         for name, weight in model.named_parameters()
@@ -139,7 +223,8 @@ def _step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Sequence
     weights = [named[name] for name in sorted(named)]
 
     def run() -> Sequence[Tensor]:
-        value = loss()
+        with around():
+            value = loss()
         return [value.detach(), *torch.autograd.grad(value, weights)]
 
     return run

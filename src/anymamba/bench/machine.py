@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -131,6 +131,11 @@ class Rates:
         Where a half type is emulated its product is slower than float32's, but code may widen.
         """
         return max(self.mm(dtype), self.mm(torch.float32))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rates as plain values."""
+        products = {str(dtype).removeprefix("torch."): self.mm(dtype) for dtype in self.products}
+        return {"mm": products, "bandwidth": self.bandwidth}
 
     @property
     def bandwidth(self) -> float:

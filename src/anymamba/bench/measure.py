@@ -19,7 +19,7 @@ class Effort(NamedTuple):
 
     Attributes:
         seconds: for each way of a case.
-        least: runs in any case; slow ways get two.
+        least: runs in any case, unless a way says how many.
         most: runs after which it is enough.
     """
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
         ok: whether it agreed with the reference, or honestly did not run.
         why_not: why there is no time.
         timing: seconds; None without one.
-        peak: most bytes allocated at once, beyond weights and inputs.
+        peak: most bytes allocated at once, beyond weights and inputs; 0 where nobody can tell.
         results: bytes of outputs and gradients, which are part of the peak.
     """
 
@@ -96,22 +96,22 @@ def measure(case: Case, effort: Effort, tell: Callable[[str], None] = lambda _: 
 def _memory(way: Way) -> tuple[int, int]:
     """Return peak and bytes of the results; this also warms the way up."""
     with way.around():
-        if not way.slow:
+        if not way.turns:
             way.run()
         peak, results = peak_and_result(way.run)
-    return peak, tensor_bytes(results)
+    held = tensor_bytes(results)
+    return (0, held) if way.outside else (peak, held)
 
 
 def _time(ways: dict[str, Way], effort: Effort) -> dict[str, Timing]:
-    # Slow ways take their two turns among the first turns of the others.
-    quick = {name: way.run for name, way in ways.items() if not way.slow}
-    slow = {name: way.run for name, way in ways.items() if way.slow}
-    around = {name: way.around for name, way in ways.items()}
-    first = interleave({**quick, **slow}, least=2, most=2, around=around) if slow else {}
-    rest = interleave(
-        quick, seconds=effort.seconds, least=effort.least, most=effort.most, around=around
+    return interleave(
+        {name: way.run for name, way in ways.items()},
+        seconds=effort.seconds,
+        least=effort.least,
+        most=effort.most,
+        turns={name: way.turns for name, way in ways.items() if way.turns},
+        around={name: way.around for name, way in ways.items()},
     )
-    return {**first, **rest}
 
 
 def _row(

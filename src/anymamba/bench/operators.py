@@ -93,7 +93,7 @@ def scan_cases(
         inputs = inputs_of(length)
         loop: Way | str = "the loop as users write it is for float32"
         if dtype == torch.float32:
-            loop = portable(_run(unbind_loop, inputs, mode), slow=True)
+            loop = portable(_run(unbind_loop, inputs, mode), turns=2)
 
         def run(impl: str) -> Callable[[], Sequence[Tensor]]:
             return _run(lambda *x: selective_scan(*x, impl=impl), inputs, mode)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anymamba.models import MambaLM
 from anymamba.nn import Mamba, Mamba2
 
-__all__ = ["ABSENT", "THEIR_CHUNK", "has_transformers", "their_lm", "their_mixer", "their_step"]
+__all__ = ["ABSENT", "has_transformers", "their_lm", "their_mixer", "their_step"]
 
 ABSENT = "transformers is not installed: pip install 'anymamba[bench]'"
 NO_MAMBA3 = "transformers has no Mamba-3"
@@ -82,7 +82,7 @@ def their_lm(lm: MambaLM) -> nn.Module | str:
         for name, tensor in lm.state_dict().items()
     }
     model.load_state_dict(names)
-    return model.eval()
+    return model.to(lm.lm_head.weight.dtype).eval()
 
 
 def _config(block: Mamba | Mamba2, layers: int, vocabulary: int) -> Any:

@@ -17,6 +17,7 @@ from anymamba.models.quantize import (
     quantized_modules,
     scheme_of,
 )
+from anymamba.models.recompute import recompute_layers
 from anymamba.models.stored import STORED_MODELS, StoredModel, use_model_files
 from anymamba.models.verify import verify
 from anymamba.models.verify_report import VerifyReport, VerifyRow
@@ -49,6 +50,7 @@ __all__ = [
     "preset",
     "quantize_lm",
     "quantized_modules",
+    "recompute_layers",
     "scheme_of",
     "use_checkpoints",
     "use_model_files",

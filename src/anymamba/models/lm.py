@@ -15,7 +15,7 @@ from anymamba.models.loss import (
     mean_loss,
     next_token_targets,
 )
-from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain
+from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain, project
 from anymamba.ops import SsdPath
 
 __all__ = ["MambaLM", "use_checkpoints"]
@@ -136,7 +136,7 @@ class MambaLM(nn.Module):
         """
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd = self._outputs(ids_bs, how)
-        return self.lm_head(hidden_bsd[:, -num_last_tokens:])
+        return project(self.lm_head, hidden_bsd[:, -num_last_tokens:])
 
     def prefill(
         self,
@@ -152,7 +152,7 @@ class MambaLM(nn.Module):
         """Run a piece of a sequence from a state to a state; returns `(logits, cache)`."""
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
-        return LmStep(self.lm_head(hidden_bsd[:, -num_last_tokens:]), new)
+        return LmStep(project(self.lm_head, hidden_bsd[:, -num_last_tokens:]), new)
 
     def step(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> LmStep:
         """Run one token: pure and differentiable; returns `(logits_bw, cache)`.
@@ -180,7 +180,7 @@ class MambaLM(nn.Module):
             if logits_bw is not None:
                 return LmStep(logits_bw, new)
         hidden_bd, new = self.backbone.token(self.backbone.embedding(ids_b), cache)
-        return LmStep(self.lm_head(hidden_bd), new)
+        return LmStep(project(self.lm_head, hidden_bd), new)
 
     @torch.no_grad()
     def step_(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> Tensor:

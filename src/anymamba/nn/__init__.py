@@ -3,7 +3,7 @@
 from anymamba.nn.attention import MHA
 from anymamba.nn.bidirectional import BidirectionalStack
 from anymamba.nn.bidirectional_config import BidirectionalConfig
-from anymamba.nn.block import Block, is_plain
+from anymamba.nn.block import Block, is_plain, project
 from anymamba.nn.cache import (
     BlockCache,
     KVCache,
@@ -112,6 +112,7 @@ __all__ = [
     "nearest",
     "official_shards",
     "parallelize",
+    "project",
     "quantize",
     "state_bytes",
     "token_mask",

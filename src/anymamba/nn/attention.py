@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, CacheError, ConfigError
-from anymamba.nn.block import Block, reject_unknown
+from anymamba.nn.block import Block, project, reject_unknown
 from anymamba.nn.cache import KVCache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.ops import SsdPath, rotate_pairs
@@ -144,7 +144,7 @@ class MHA(Block[KVCache]):
         impl: str,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, KVCache]:
-        qkv_bsv, mlp = self.in_proj(u_bsd).split([self.qkv_dim, self.mlp_dim], dim=-1)
+        qkv_bsv, mlp = project(self.in_proj, u_bsd).split([self.qkv_dim, self.mlp_dim], dim=-1)
         conv_bvk = cache.conv_bvk
         if conv_bvk is not None:
             qkv_bsv, conv_bvk = convolve(
@@ -157,7 +157,7 @@ class MHA(Block[KVCache]):
         return self._finish(context_bsv, mlp), cache._replace(conv_bvk=conv_bvk)
 
     def _token(self, u_bd: Tensor, cache: KVCache) -> tuple[Tensor, KVCache]:
-        qkv_bv, mlp = self.in_proj(u_bd).split([self.qkv_dim, self.mlp_dim], dim=-1)
+        qkv_bv, mlp = project(self.in_proj, u_bd).split([self.qkv_dim, self.mlp_dim], dim=-1)
         conv_bvk = cache.conv_bvk
         if conv_bvk is not None:
             qkv_bv, conv_bvk = convolve_token(self.conv1d, qkv_bv, conv_bvk, None)
@@ -235,7 +235,7 @@ class MHA(Block[KVCache]):
         if self.mlp_dim:
             value, gate = mlp.chunk(2, dim=-1)
             context = torch.cat([context, value * F.silu(gate)], dim=-1)
-        return self.out_proj(context)
+        return project(self.out_proj, context)
 
 
 def _written(past_bhsd: Tensor, piece_bhsd: Tensor, place_bs: Tensor) -> Tensor:

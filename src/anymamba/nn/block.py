@@ -22,9 +22,16 @@ from anymamba.errors import (
     ShapeError,
 )
 from anymamba.nn.cache_methods import map_tensors, named_tensors, rows, zip_tensors
-from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows
+from anymamba.ops import SsdPath, accumulate_dtype, guard, linear, segment_rows
 
-__all__ = ["Block", "InverseSoftplus", "check_scan_options", "is_plain", "reject_unknown"]
+__all__ = [
+    "Block",
+    "InverseSoftplus",
+    "check_scan_options",
+    "is_plain",
+    "project",
+    "reject_unknown",
+]
 
 CacheT = TypeVar("CacheT", bound=tuple[Any, ...])
 
@@ -396,6 +403,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         nn.modules.module._global_backward_pre_hooks,
     )
     return type(module) is kind and not any(hooks) and "forward" not in vars(module)
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a projection; a plain one in a half type runs at the speed of float32 on any CPU."""
+    if is_plain(module, nn.Linear):
+        return linear(x, module.weight, module.bias)  # pyright: ignore[reportArgumentType]
+    return module(x)
 
 
 class InverseSoftplus:

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, is_plain, reject_unknown
+from anymamba.nn.block import Block, InverseSoftplus, is_plain, project, reject_unknown
 from anymamba.nn.cache import Mamba1Cache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.ops import (
     SsdPath,
     accumulate_dtype,
+    linear,
     rms_norm,
     selective_scan,
     selective_scan_step,
@@ -161,7 +162,7 @@ class Mamba(Block[Mamba1Cache]):
             raise BackendError(
                 f"Mamba: the selective scan has no SSD path; got {path}. Leave path out."
             )
-        x_bsi, z_bsi = self.in_proj(u_bsd).chunk(2, dim=-1)
+        x_bsi, z_bsi = project(self.in_proj, u_bsd).chunk(2, dim=-1)
         x_bsi, conv_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, cu_seqlens, impl=impl)
         dt_bsi, b_bsr, c_bsr = self._project(x_bsi)
         y_bsi, ssm_bir = selective_scan(
@@ -176,10 +177,10 @@ class Mamba(Block[Mamba1Cache]):
             impl=impl,
             cu_seqlens=cu_seqlens,
         )
-        return self.out_proj(y_bsi), Mamba1Cache(conv_bik, ssm_bir)
+        return project(self.out_proj, y_bsi), Mamba1Cache(conv_bik, ssm_bir)
 
     def _token(self, u_bd: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache]:
-        x_bi, z_bi = self.in_proj(u_bd).chunk(2, dim=-1)
+        x_bi, z_bi = project(self.in_proj, u_bd).chunk(2, dim=-1)
         x_bi, conv_bik = convolve_token(self.conv1d, x_bi, cache.conv_bik)
         dt_bi, b_br, c_br = self._project(x_bi)
         y_bi, ssm_bir = selective_scan_step(
@@ -191,18 +192,20 @@ class Mamba(Block[Mamba1Cache]):
             self.D,
             cache.ssm_bir,
         )
-        return self.out_proj(y_bi * F.silu(z_bi)), Mamba1Cache(conv_bik, ssm_bir)
+        return project(self.out_proj, y_bi * F.silu(z_bi)), Mamba1Cache(conv_bik, ssm_bir)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dt in the accumulate dtype, B and C."""
-        raw, b, c = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        raw, b, c = project(self.x_proj, x).split(
+            [self.dt_rank, self.d_state, self.d_state], dim=-1
+        )
         if self.bcdt_rms_eps is not None:
             eps = self.bcdt_rms_eps
             raw, b, c = (rms_norm(y, y.new_ones(y.shape[-1]), eps=eps) for y in (raw, b, c))
         compute = accumulate_dtype(x.dtype)
         if is_plain(self.dt_proj, nn.Linear):
             # The bias is large beside the product: add it in full precision.
-            raw_dt = F.linear(raw, self.dt_proj.weight).to(compute) + self.dt_proj.bias.to(compute)
+            raw_dt = linear(raw, self.dt_proj.weight).to(compute) + self.dt_proj.bias.to(compute)
         else:
             raw_dt = self.dt_proj(raw).to(compute)
         return softplus(raw_dt), b, c

@@ -13,6 +13,7 @@ from anymamba.nn.block import (
     InverseSoftplus,
     check_scan_options,
     is_plain,
+    project,
     reject_unknown,
 )
 from anymamba.nn.cache import Mamba2Cache
@@ -248,7 +249,7 @@ class Mamba2(Block[Mamba2Cache]):
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:
         """Split the projection; dt comes out as a step size in the accumulate dtype."""
         sizes = [self.d_mlp, self.d_mlp, self.d_ssm, self.conv_dim, self.nheads]
-        z0, x0, z, x, raw_dt = self.in_proj(u).split(sizes, dim=-1)
+        z0, x0, z, x, raw_dt = project(self.in_proj, u).split(sizes, dim=-1)
         compute = accumulate_dtype(raw_dt.dtype)
         dt = softplus(raw_dt.to(compute) + self.dt_bias.to(compute))
         return z0, x0, z, x, clamp_dt(dt, self.dt_limit)
@@ -284,7 +285,7 @@ class Mamba2(Block[Mamba2Cache]):
         """Join the MLP part and project."""
         if self.d_mlp:
             y_i = torch.cat([gated_product(x0, z0, impl=impl), y_i], dim=-1)
-        return self.out_proj(y_i)
+        return project(self.out_proj, y_i)
 
 
 def with_chunk_size(path: SsdPath | None, impl: str, chunk_size: int | None) -> SsdPath | None:

@@ -11,6 +11,7 @@ from anymamba.nn.block import (
     InverseSoftplus,
     check_scan_options,
     is_plain,
+    project,
     reject_unknown,
 )
 from anymamba.nn.cache import (
@@ -299,7 +300,9 @@ class Mamba3(Block[Mamba3Cache]):
         self, u: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, TrapezoidCoefficients, Tensor]:
         """Return z, x, raw B and C (..., m, g, r), coefficients and the raw rotation."""
-        z, x, b, c, raw_dt, raw_a, raw_lam, turn = self.in_proj(u).split(self.split_sizes, dim=-1)
+        z, x, b, c, raw_dt, raw_a, raw_lam, turn = project(self.in_proj, u).split(
+            self.split_sizes, dim=-1
+        )
         coefficients = trapezoid_coefficients(
             raw_dt,
             raw_a,
@@ -380,7 +383,7 @@ class Mamba3(Block[Mamba3Cache]):
         """Skip, gate (or norm), merge the ranks, project; one token has no `impl`."""
         fused = impl is not None and self.is_outproj_norm and is_plain(self.norm, RMSNormGated)
         if self.is_outproj_norm and not fused:
-            return self.out_proj(self._tail_around_norm(y_mhp, v_mhp, z_hp))
+            return project(self.out_proj, self._tail_around_norm(y_mhp, v_mhp, z_hp))
         tail: dict[str, Any] = {}
         if self.is_mimo:
             tail["spread_mhp"] = self.mimo_z.transpose(0, 1)
@@ -393,11 +396,10 @@ class Mamba3(Block[Mamba3Cache]):
                 "norm_before_gate": self.norm.norm_before_gate,
             }
         dtype = z_hp.dtype
-        return self.out_proj(
-            gated_tail(
-                y_mhp.to(dtype), v_mhp.to(dtype), z_hp, self.D, impl=impl or "portable", **tail
-            )
+        y_i = gated_tail(
+            y_mhp.to(dtype), v_mhp.to(dtype), z_hp, self.D, impl=impl or "portable", **tail
         )
+        return project(self.out_proj, y_i)
 
     def _tail_around_norm(self, y_mhp: Tensor, v_mhp: Tensor, z_hp: Tensor) -> Tensor:
         """Do the same with the norm called as a module: for one token, or if it is not our own."""

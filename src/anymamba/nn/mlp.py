@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
+from anymamba.nn.block import project
 from anymamba.ops import gated_product
 
 __all__ = ["GatedMLP"]
@@ -44,5 +45,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to the last axis."""
-        value, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(gated_product(value, gate))
+        value, gate = project(self.fc1, x).chunk(2, dim=-1)
+        return project(self.fc2, gated_product(value, gate))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError, ShapeError
+from anymamba.ops import linear
 
 __all__ = ["BLOCK", "SCHEMES", "QuantizedEmbedding", "QuantizedLinear", "dequantize", "quantize"]
 
@@ -213,7 +214,7 @@ class QuantizedLinear(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the dequantised weight to the last axis."""
-        return F.linear(x, self.dequantize().to(x.dtype), self.bias)
+        return linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 class QuantizedEmbedding(_Quantized):

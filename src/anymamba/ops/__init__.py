@@ -21,6 +21,7 @@ from anymamba.ops.conv import (
     causal_conv1d_step,
     extend_row,
 )
+from anymamba.ops.half_linear import linear
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
 from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
 from anymamba.ops.native import NativeStatus, native_status
@@ -144,6 +145,7 @@ __all__ = [
     "k5_ssd_chunk_scan",
     "keys_by_angle",
     "keys_by_quaternion",
+    "linear",
     "native_status",
     "quaternion_conjugate",
     "quaternion_from_vector",

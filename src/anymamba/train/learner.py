@@ -5,15 +5,13 @@ Autocast, activation checkpointing and compilation are decided here, and nowhere
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from anymamba.errors import ConfigError
-from anymamba.models import MambaLM
+from anymamba.models import MambaLM, recompute_layers
 from anymamba.nn import ModelCache
 from anymamba.train.batches import Batch
 from anymamba.train.recipe_sections import LoopRecipe
@@ -100,13 +98,4 @@ def check_mode(mode: str, lm: MambaLM) -> None:
         raise ConfigError(
             "data: mode 'carried' needs layers whose state has a fixed size; got attention at "
             f"{lm.config.attn_layer_idx}. Set data.mode='packed'."
-        )
-
-
-def recompute_layers(lm: MambaLM) -> None:
-    """Make each layer keep its inputs only and run again in the backward."""
-    for layer in lm.backbone.layers:
-        # Nothing in a layer draws random numbers, so their state need not be kept.
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from anymamba.errors import ConfigError
-from anymamba.models import LanguageLoss, MambaLM
+from anymamba.models import LanguageLoss, MambaLM, recompute_layers
 from anymamba.nn import parallelize
 from anymamba.ops import IGNORE
 from anymamba.train.batches import Batch
-from anymamba.train.learner import recompute_layers
 from anymamba.train.recipe_sections import Recipe
 
 __all__ = ["RankLearner", "part_of"]

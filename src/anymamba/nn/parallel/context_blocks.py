@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.errors import BackendError, ShapeError
-from anymamba.nn.block import Block
+from anymamba.nn.block import Block, project
 from anymamba.nn.cache import (
     Mamba1Cache,
     Mamba2Cache,
@@ -63,7 +63,7 @@ def _mamba1(
         raise BackendError(
             f"Mamba: the selective scan has no SSD path; got {path}. Leave path out."
         )
-    x_bsi, z_bsi = block.in_proj(u_bsd).chunk(2, dim=-1)
+    x_bsi, z_bsi = project(block.in_proj, u_bsd).chunk(2, dim=-1)
     window_bik = _halo(x_bsi, cache.conv_bik, shard, ring)
     x_bsi, conv_bik = convolve(block.conv1d, x_bsi, window_bik, shard.cu_seqlens, impl=impl)
     dt_bsi, b_bsr, c_bsr = block._project(x_bsi)
@@ -78,7 +78,7 @@ def _mamba1(
     y_bsi, ssm_bir = selective_scan(
         x_bsi, dt_bsi, a_ir, b_bsr, c_bsr, block.D, start, z_bsi=z_bsi, **how
     )
-    return block.out_proj(y_bsi), Mamba1Cache(conv_bik, ssm_bir)
+    return project(block.out_proj, y_bsi), Mamba1Cache(conv_bik, ssm_bir)
 
 
 def _mamba2(
@@ -114,7 +114,7 @@ def _mamba2(
     y_bsi = block.norm(y_bsi, z_bsi) if block.rmsnorm else y_bsi * F.silu(z_bsi)
     if block.d_mlp:
         y_bsi = torch.cat([F.silu(z0) * x0, y_bsi], dim=-1)
-    return block.out_proj(y_bsi), Mamba2Cache(conv_bvk, ssm_bhpr)
+    return project(block.out_proj, y_bsi), Mamba2Cache(conv_bvk, ssm_bhpr)
 
 
 def _mamba3(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anymamba.errors import BackendError, ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
+from anymamba.ops.half_linear import as_autocast, lacks_product
 from anymamba.ops.loss.head import HeadLoss, checkpointed_loss, sum_of_losses
 from anymamba.ops.loss.reference import cross_entropy_reference
 from anymamba.ops.loss.schema import CROSS_ENTROPY_ROWS
@@ -62,7 +63,8 @@ def head_cross_entropy(
     """Return the summed cross-entropy of `hidden @ weight^T`, without ever holding all logits.
 
     With gradients on, they are computed in the same pass over each piece of logits, and the
-    backward scales them. Under autocast the products run in its dtype.
+    backward scales them. Under autocast the products run in its dtype, and in float32 where the
+    CPU has no product for it.
 
     Args:
         hidden_sd: normalised hidden states.
@@ -93,19 +95,15 @@ def head_cross_entropy(
         )
     if rows < 1:
         raise ConfigError(f"{where}: rows must be positive; got {rows}.")
-    device = hidden_sd.device.type
-    # As in torch, autocast leaves float64 alone.
-    is_wide = torch.float64 in (hidden_sd.dtype, weight_wd.dtype)
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocasts and not is_wide:
-        dtype = torch.get_autocast_dtype(device)
-        hidden_sd, weight_wd = hidden_sd.to(dtype), weight_wd.to(dtype)
+    hidden_sd, weight_wd = as_autocast(hidden_sd, weight_wd)
     check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
     _check_targets(where, targets_s, hidden_sd, weight_wd.shape[0])
     guard(where, hidden=hidden_sd, weight=weight_wd)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (hidden_sd,))
     if kernel == "reference":
         return cross_entropy_reference(F.linear(hidden_sd, weight_wd), targets_s).sum()
+    if lacks_product(hidden_sd):
+        hidden_sd, weight_wd = hidden_sd.float(), weight_wd.float()
     if _is_traced() or type(weight_wd) not in (Tensor, torch.nn.Parameter):
         if kernel == "native":
             raise BackendError(

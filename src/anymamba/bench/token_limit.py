@@ -1,0 +1,66 @@
+"""How fast a model could decode if nothing but memory counted."""
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from anymamba.models import MambaLM
+from anymamba.nn import ModelCache
+
+__all__ = ["TokenLimit", "stored_bytes", "token_limit"]
+
+_READ_BYTES = 128 * 2**20
+
+
+def stored_bytes(lm: MambaLM) -> int:
+    """Return the bytes of all weights that one token reads; of an untied embedding only a row.
+
+    Example:
+        >>> from anymamba.models import MambaConfig
+        >>> stored_bytes(MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))) > 8 * 16 * 4
+        True
+    """
+    tensors = {}
+    for name, tensor in lm.state_dict().items():
+        is_table = name.startswith("backbone.embedding.") and not lm.config.tie_embeddings
+        if not is_table:
+            tensors[tensor.data_ptr()] = tensor.nbytes
+    return sum(tensors.values())
+
+
+class TokenLimit(NamedTuple):
+    """How fast one sequence could decode if nothing but memory counted."""
+
+    bytes_per_token: int
+    bandwidth: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The limit."""
+        return self.bandwidth / self.bytes_per_token
+
+    def share(self, tokens_per_second: float) -> float:
+        """Return a measured speed over the limit.
+
+        Example:
+            >>> TokenLimit(bytes_per_token=10, bandwidth=100.0).share(5.0)
+            0.5
+        """
+        return tokens_per_second / self.tokens_per_second
+
+
+def token_limit(lm: MambaLM, cache: ModelCache) -> TokenLimit:
+    """Measure the rate of reading memory, and count what a token of one row moves.
+
+    Args:
+        lm: the model.
+        cache: its state; one row.
+    """
+    array = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        array.sum()
+        seconds.append(time.perf_counter() - start)
+    return TokenLimit(stored_bytes(lm) + 2 * cache.nbytes, array.nbytes / min(seconds))

@@ -1,0 +1,120 @@
+"""Linear layers of half types on a CPU that has no matrix product for them.
+
+Without bfloat16 instructions torch multiplies half types ten to thirty times more slowly than
+float32. There the operands are widened: products and sums are those of float32, and the result is
+rounded once. Weights are widened panel by panel, so that no second copy of them is ever held.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anymamba.ops.numerics import full_precision
+
+__all__ = ["as_autocast", "lacks_product", "linear"]
+
+# Below this many rows torch's product of a half matrix and a vector reads fewer bytes.
+_ROWS = 4
+# Of a widened panel: as much as stays in the caches beside what it is multiplied with.
+_PANEL_BYTES = 8 * 2**20
+
+
+def _half_products() -> dict[torch.dtype, bool]:
+    if not torch.backends.mkldnn.is_available():
+        return {torch.bfloat16: False, torch.float16: False}
+    return {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+
+
+# Asked once: a traced function cannot ask.
+_HAS_PRODUCT = _half_products()
+
+
+def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """Return `x @ weight^T + bias`, as `torch.nn.functional.linear` does, and autocast with it.
+
+    Args:
+        x: any leading axes; the last one is the weight's last.
+        weight_oi: one row per output.
+        bias_o: is added; nothing by default.
+
+    Example:
+        >>> linear(torch.ones(4, 2).bfloat16(), torch.ones(1, 2).bfloat16())[0]
+        tensor([2.], dtype=torch.bfloat16)
+    """
+    x_cast, weight_cast = as_autocast(x, weight_oi)
+    if x_cast.numel() < _ROWS * x_cast.shape[-1] or not _widens(x_cast, weight_cast):
+        return F.linear(x, weight_oi, bias_o)
+    bias_o = None if bias_o is None else bias_o.to(x_cast.dtype)
+    with full_precision(x):
+        # A compiler or a function transform sees formulas and makes of them what it can.
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            wide_bias_o = None if bias_o is None else bias_o.float()
+            y = F.linear(x_cast.float(), weight_cast.float(), wide_bias_o)
+            return y.to(x_cast.dtype)
+        return _Widened.apply(x_cast, weight_cast, bias_o)  # pyright: ignore[reportReturnType]
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as autocast gives them to a matrix product; unchanged where it is off."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    # As in torch, autocast leaves float64 alone.
+    if any(t.dtype == torch.float64 for t in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def lacks_product(tensor: Tensor) -> bool:
+    """Return whether torch has only a slow matrix product for this device and dtype."""
+    return tensor.device.type == "cpu" and not _HAS_PRODUCT.get(tensor.dtype, True)
+
+
+def _widens(x: Tensor, weight_oi: Tensor) -> bool:
+    # A distributed tensor knows how to multiply itself.
+    plain = (Tensor, torch.nn.Parameter)
+    if type(x) not in plain or type(weight_oi) not in plain or x.dtype != weight_oi.dtype:
+        return False
+    return lacks_product(x)
+
+
+class _Widened(torch.autograd.Function):
+    """`x @ weight^T + bias` in float32, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
+        """Multiply by one panel of the weight after the other."""
+        ctx.save_for_backward(x, weight_oi)
+        x_si = x.flatten(0, -2).float()
+        out, inner = weight_oi.shape
+        panel = -(-out // -(-4 * inner * out // _PANEL_BYTES))
+        buffer = x_si.new_empty(x_si.shape[0] * panel)
+        y_so = x.new_empty(x_si.shape[0], out)
+        for start in range(0, out, panel):
+            panel_oi = weight_oi[start : start + panel].float()
+            width = panel_oi.shape[0]
+            piece_so = buffer[: x_si.shape[0] * width].view(-1, width)
+            torch.mm(x_si, panel_oi.T, out=piece_so)
+            if bias_o is not None:
+                piece_so += bias_o[start : start + width]
+            y_so[:, start : start + width] = piece_so
+        return y_so.view(*x.shape[:-1], out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients are products of the same kind, so they can be differentiated again."""
+        x, weight_oi = ctx.saved_tensors
+        grad_x = grad_weight_oi = grad_bias_o = None
+        if ctx.needs_input_grad[0]:
+            grad_x = linear(grad, weight_oi.T)
+        if ctx.needs_input_grad[1]:
+            grad_weight_oi = linear(grad.flatten(0, -2).T, x.flatten(0, -2).T)
+        if ctx.needs_input_grad[2]:
+            grad_bias_o = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_weight_oi, grad_bias_o
