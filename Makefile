@@ -8,7 +8,7 @@ RUN := $(BIN)/python -W 'ignore:Failed to initialize NumPy'
 # One worker per core and one thread per worker: two pools of threads on one core only wait.
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 4 --dist worksteal \
 	--doctest-modules src tests
-SOURCES := src tests tools
+SOURCES := src tests tools examples
 KERNELS := $(wildcard native/*.h native/*.txt native/src/*)
 
 .DEFAULT_GOAL := help
