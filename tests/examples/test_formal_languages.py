@@ -1,0 +1,60 @@
+"""The formal languages: answers agree with Python's own arithmetic, lengths are exact."""
+
+import random
+
+import pytest
+
+from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, bracketed, values_so_far
+from study import seeded
+
+
+def text_of(tokens):
+    return "".join(SYMBOLS[token] for token in tokens)
+
+
+def test_parity_counts_the_ones():
+    tokens, answers = LANGUAGES["parity"].batch(8, 50, seeded(0))
+    for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
+        assert [sum(row[: place + 1]) % 2 for place in range(50)] == asked
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "brackets"])
+@pytest.mark.parametrize("length", [1, 3, 5, 21, 40, 255])
+def test_answers_are_those_of_python(task, length):
+    """Every prefix that ends in an operand, its open brackets closed, has the answer as value."""
+    tokens, answers = LANGUAGES[task].batch(16, length, seeded(1, length))
+    for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
+        text = text_of(row)
+        for end, answer in enumerate(asked, 1):
+            prefix = text[:end]
+            assert (answer != UNASKED) == (prefix[-1].isdigit() or prefix[-1] == ")")
+            if answer != UNASKED:
+                closed = prefix + ")" * (prefix.count("(") - prefix.count(")"))
+                assert eval(closed) % MODULUS == answer
+        assert asked[-1] != UNASKED
+
+
+@pytest.mark.parametrize("length", range(1, 60))
+def test_bracketed_expressions_have_the_length_asked_for(length):
+    assert length == len(bracketed(length, random.Random(length)))
+
+
+def test_the_examples_of_the_module_hold():
+    none = UNASKED
+    assert [none, 1, none, none, 4, none, none, 0, 0, 0] == values_so_far("(1-(2+-1))")
+
+
+@pytest.mark.parametrize("task", LANGUAGES)
+def test_one_seed_gives_one_batch(task):
+    first, again = (LANGUAGES[task].batch(4, 30, seeded(7)) for _ in range(2))
+    assert first.tokens.equal(again.tokens)
+    assert first.answers.equal(again.answers)
+    assert not first.tokens.equal(LANGUAGES[task].batch(4, 30, seeded(8)).tokens)
+
+
+def test_answers_are_even_enough_that_guessing_scores_nothing():
+    """Zero is a likelier product than the others: what a constant answer reaches is bounded."""
+    for language in LANGUAGES.values():
+        _, answers = language.batch(2000, 101, seeded(3))
+        share = (answers[:, -1:] == answers.new_tensor(range(language.classes))).float().mean(0)
+        assert language.scaled(share.max().item()) < 6
