@@ -5,7 +5,9 @@
     brackets      ( 1 - ( 2 + -1 ) ) ->  . 1 . . 4 . . 0 0 0   the same, open brackets closed here
 
 A batch is `(tokens, answers)`, both (batch, length), with `UNASKED` where nothing is asked. It is a
-function of the random generator that is passed in.
+function of the random generator that is passed in. In an `uneven` batch every row has its own
+frequencies of symbols: a row of nearly all ones shows an error of each one sooner than a fair row
+of the same length does.
 """
 
 import random
@@ -28,11 +30,17 @@ class Batch(NamedTuple):
 
 
 class Language(NamedTuple):
-    """A task: its sizes, how a batch of one length is made, and what a paper's cell looked like."""
+    """A task: its sizes, and how a batch of one length is made."""
 
     vocabulary: int
     classes: int
-    batch: Callable[[int, int, torch.Generator], Batch]
+    draw: Callable[[int, int, torch.Generator, bool], Batch]
+
+    def batch(
+        self, rows: int, length: int, generator: torch.Generator, uneven: bool = False
+    ) -> Batch:
+        """Return rows of one length; symbols are equally likely unless `uneven`."""
+        return self.draw(rows, length, generator, uneven)
 
     def scaled(self, accuracy: float) -> float:
         """Return percent of the way from guessing to perfect."""
@@ -40,20 +48,29 @@ class Language(NamedTuple):
         return 100 * (accuracy - chance) / (1 - chance)
 
 
-def parity(rows: int, length: int, generator: torch.Generator) -> Batch:
+def symbols(kinds: int, rows: int, length: int, generator: torch.Generator, uneven: bool) -> Tensor:
+    """Draw numbers below `kinds`; if uneven, with frequencies of each row's own."""
+    if not uneven:
+        return torch.randint(kinds, (rows, length), generator=generator)
+    weights = torch.empty(rows, kinds).exponential_(generator=generator)  # even on the simplex
+    return torch.multinomial(weights, length, replacement=True, generator=generator)
+
+
+def parity(rows: int, length: int, generator: torch.Generator, uneven: bool) -> Batch:
     """Draw bits; asked everywhere: is the number of ones so far odd?"""
-    bits = torch.randint(2, (rows, length), generator=generator)
+    bits = symbols(2, rows, length, generator, uneven)
     return Batch(bits, bits.cumsum(1) % 2)
 
 
-def arithmetic(rows: int, length: int, generator: torch.Generator) -> Batch:
+def arithmetic(rows: int, length: int, generator: torch.Generator, uneven: bool) -> Batch:
     """Draw digits and `+ - *` in turn; asked at digits: the value so far, products first.
 
     An expression has an odd number of tokens, so an even length is one less.
     """
     operands = (length + 1) // 2
-    digits = torch.randint(MODULUS, (rows, operands), generator=generator)
-    signs = torch.randint(3, (rows, operands - 1), generator=generator)
+    digits = symbols(MODULUS, rows, operands, generator, uneven)
+    # One more sign than is needed: none cannot be drawn.
+    signs = symbols(3, rows, operands, generator, uneven)[:, 1:]
     tokens = torch.empty(rows, 2 * operands - 1, dtype=torch.int64)
     tokens[:, ::2], tokens[:, 1::2] = digits, signs + SYMBOLS.index("+")
     answers = torch.full_like(tokens, UNASKED)
@@ -67,25 +84,34 @@ def arithmetic(rows: int, length: int, generator: torch.Generator) -> Batch:
     return Batch(tokens, answers)
 
 
-def brackets(rows: int, length: int, generator: torch.Generator) -> Batch:
+def brackets(rows: int, length: int, generator: torch.Generator, uneven: bool) -> Batch:
     """Draw trees of sums and differences; asked at digits and `)`: the value so far."""
     seed = int(torch.randint(2**62, (1,), generator=generator))
     source = random.Random(seed)
-    texts = [bracketed(length, source) for _ in range(rows)]
+    texts = [bracketed(length, source, weights_of(source, uneven)) for _ in range(rows)]
     return Batch(
         torch.tensor([[SYMBOLS.index(symbol) for symbol in text] for text in texts]),
         torch.tensor([values_so_far(text) for text in texts]),
     )
 
 
-def bracketed(length: int, source: random.Random) -> str:
+def weights_of(source: random.Random, uneven: bool) -> dict[str, float]:
+    """Return how likely each digit and each sign is, among its kind."""
+    return {symbol: source.expovariate(1) if uneven else 1.0 for symbol in "01234+-"}
+
+
+def bracketed(length: int, source: random.Random, weights: dict[str, float]) -> str:
     """Return an expression of exactly this many symbols: `(left + right)`, or a leaf below five."""
-    digit = str(source.randrange(MODULUS))
+
+    def draw(kinds: str) -> str:
+        return source.choices(kinds, [weights[kind] for kind in kinds])[0]
+
     if length < 5:
+        digit = draw("01234")
         return {1: digit, 2: f"-{digit}", 3: f"({digit})", 4: f"(-{digit})"}[length]
     left = source.randint(1, length - 4)
-    parts = bracketed(left, source), bracketed(length - 3 - left, source)
-    return f"({parts[0]}{source.choice('+-')}{parts[1]})"
+    first = bracketed(left, source, weights)
+    return f"({first}{draw('+-')}{bracketed(length - 3 - left, source, weights)})"
 
 
 def values_so_far(text: str) -> list[int]:

@@ -28,6 +28,7 @@ TEST_LENGTH = 256
 SHORT, LONG = 40, 160  # longest sequence in the first and in the last quarter of the training
 TOKENS_PER_STEP = 64 * SHORT
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+FALL = 3e-3  # of the learning rate, from first to last step
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
 SOLVED = 99.5
 SEEDS = (0, 1, 2)
@@ -109,7 +110,7 @@ def loss_of(model: am.MambaLM, language: Language, seed: int, step: int, steps: 
     generator = seeded(TRAINING_DATA, seed, step)
     longest = longest_at(step, steps)
     length = 3 + int(torch.randint(longest - 2, (1,), generator=generator))
-    tokens, answers = language.batch(TOKENS_PER_STEP // longest, length, generator)
+    tokens, answers = language.batch(TOKENS_PER_STEP // longest, length, generator, uneven=True)
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=UNASKED)
 
@@ -125,11 +126,11 @@ def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> f
 
 
 def learning_rate(peak: float, steps: int) -> Callable[[int], float]:
-    """Return a short warm-up, then a fall by a constant factor per step to a hundredth.
+    """Return a short warm-up, then a fall by a constant factor per step.
 
     The longer the sequences, the more exact an angle has to be: the error of one step adds up.
     """
-    return lambda step: peak * min((step + 1) / 100, 0.01 ** (step / steps))
+    return lambda step: peak * min((step + 1) / 100, FALL ** (step / steps))
 
 
 def train_cell(
@@ -143,7 +144,7 @@ def train_cell(
         run,
         model,
         torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0),
-        Schedule(stop_at, learning_rate(peak, size.steps), max(1, size.steps // 40)),
+        Schedule(stop_at, learning_rate(peak, size.steps), max(1, size.steps // 20)),
         lambda step: loss_of(model, language, seed, step, size.steps),
         lambda _: {"score": score(model, language, 256, seed=0)},
         enough=lambda measures: measures["score"] >= SOLVED,
@@ -186,6 +187,7 @@ def setting_of(
         "stop_at": stop_at,
         "longest": [SHORT, LONG],
         "tokens_per_step": TOKENS_PER_STEP,
+        "fall": FALL,
     }
 
 

@@ -1,10 +1,8 @@
 """The formal languages: answers agree with Python's own arithmetic, lengths are exact."""
 
-import random
-
 import pytest
 
-from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, bracketed, values_so_far
+from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, values_so_far
 from study import seeded
 
 
@@ -20,9 +18,10 @@ def test_parity_counts_the_ones():
 
 @pytest.mark.parametrize("task", ["arithmetic", "brackets"])
 @pytest.mark.parametrize("length", [1, 3, 5, 21, 40, 255])
-def test_answers_are_those_of_python(task, length):
+@pytest.mark.parametrize("uneven", [False, True])
+def test_answers_are_those_of_python(task, length, uneven):
     """Every prefix that ends in an operand, its open brackets closed, has the answer as value."""
-    tokens, answers = LANGUAGES[task].batch(16, length, seeded(1, length))
+    tokens, answers = LANGUAGES[task].batch(16, length, seeded(1, length), uneven)
     for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
         text = text_of(row)
         for end, answer in enumerate(asked, 1):
@@ -34,9 +33,21 @@ def test_answers_are_those_of_python(task, length):
         assert asked[-1] != UNASKED
 
 
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("length", range(1, 60))
-def test_bracketed_expressions_have_the_length_asked_for(length):
-    assert length == len(bracketed(length, random.Random(length)))
+def test_bracketed_expressions_have_the_length_asked_for(length, uneven):
+    tokens, _ = LANGUAGES["brackets"].batch(3, length, seeded(length), uneven)
+    assert tokens.shape == (3, length)
+
+
+@pytest.mark.parametrize("task", LANGUAGES)
+def test_uneven_rows_have_frequencies_of_their_own(task):
+    """The share of zeros varies more between rows than chance would have it."""
+    spreads = [
+        (LANGUAGES[task].batch(200, 101, seeded(2), uneven).tokens == 0).float().mean(1).std()
+        for uneven in (False, True)
+    ]
+    assert spreads[1] > 2 * spreads[0]
 
 
 def test_the_examples_of_the_module_hold():
