@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import anymamba as am
 
 RESULTS = Path(__file__).resolve().parent / "results"
+TIMES = ("seconds", "cpu_seconds")
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_CHECKPOINTS = 30.0
 
@@ -81,11 +82,17 @@ class Run:
         """Remember where checkpoints go; nothing is read before `restore`."""
         self.key, self.checkpoint = key, checkpoint
         self.began = self.said = self.kept = time.monotonic()
+        self.worked = time.process_time()
 
     @property
     def seconds(self) -> float:
         """Time spent on this cell, before and after interruptions."""
         return time.monotonic() - self.began
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time spent on it: what remains the same on a busy machine."""
+        return time.process_time() - self.worked
 
     def say(self, text: str) -> None:
         """Print a line, unless the last one was a moment ago."""
@@ -101,6 +108,7 @@ class Run:
         model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         self.began -= saved["seconds"]
+        self.worked -= saved["cpu_seconds"]
         return saved["notes"]
 
     def keep(
@@ -113,7 +121,8 @@ class Run:
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         whole = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
         beside = self.checkpoint.with_suffix(".part")
-        torch.save({**whole, "notes": notes, "seconds": self.seconds}, beside)
+        spent = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
+        torch.save({**whole, **spent, "notes": notes}, beside)
         os.replace(beside, self.checkpoint)
 
 
@@ -137,6 +146,11 @@ class Study:
     def cells(self) -> dict[str, dict[str, Any]]:
         """The finished cells: setting, result and seconds of each, by key."""
         return json.loads(self.file.read_text())["cells"] if self.file.exists() else {}
+
+    def time_spent(self) -> str:
+        """Say how many cells are finished and what they cost."""
+        hours = [sum(c[kind] for c in self.cells.values()) / 3600 for kind in TIMES]
+        return f"{len(self.cells)} cells, {hours[1]:.2f} h of processor time in {hours[0]:.2f} h"
 
     def picture(self) -> Path:
         """Return where the study's plot goes."""
@@ -174,7 +188,8 @@ class Study:
         run = Run(key, self.scratch / self.name / f"{name}.pt")
         print(f"{key}: starts", flush=True)
         result = compute(run)
-        self._store(key, {"setting": setting, "result": result, "seconds": round(run.seconds, 1)})
+        spent = {"seconds": round(run.seconds, 1), "cpu_seconds": round(run.cpu_seconds, 1)}
+        self._store(key, {"setting": setting, "result": result, **spent})
         run.checkpoint.unlink(missing_ok=True)
         print(f"{key}: {result} in {run.seconds:.0f} s", flush=True)
         return result
