@@ -28,7 +28,7 @@ TEST_LENGTH = 256
 SHORT, LONG = 40, 160  # longest sequence in the first and in the last quarter of the training
 TOKENS_PER_STEP = 32 * SHORT
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
-FALL = 3e-3  # of the learning rate, from first to last step
+FALL = 3e-3  # of the learning rate, while the sequences grow and after
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
 SOLVED = 99.5
 SEEDS = (0, 1, 2)
@@ -128,11 +128,16 @@ def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> f
 
 
 def learning_rate(peak: float, steps: int) -> Callable[[int], float]:
-    """Return a short warm-up, then a fall by a constant factor per step.
+    """Return a short warm-up, the peak while sequences are short, then a fall by a constant factor.
 
     The longer the sequences, the more exact an angle has to be: the error of one step adds up.
     """
-    return lambda step: peak * min((step + 1) / 100, FALL ** (step / steps))
+
+    def rate(step: int) -> float:
+        fallen = max(0.0, (step / steps - 0.25) / 0.75)
+        return peak * min((step + 1) / 100, FALL**fallen)
+
+    return rate
 
 
 def train_cell(
