@@ -31,7 +31,6 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 FALL = 3e-3  # of the learning rate, while the sequences grow and after
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
 SOLVED = 99.5
-SEEDS = (0, 1, 2)
 TEST_DATA, TRAINING_DATA = 1, 2
 
 
@@ -44,11 +43,12 @@ class Row(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large the model of a task is, and how long it is trained."""
+    """How large the model of a task is, how long it is trained, how many sequences test it."""
 
     layers: int
     width: int
     steps: int
+    tested: int = 2048
 
 
 MAMBA3 = {
@@ -81,7 +81,7 @@ SIZES = {
     "arithmetic": Size(layers=3, width=64, steps=8000),
     "brackets": Size(layers=3, width=64, steps=8000),
 }
-QUICK = Size(layers=1, width=16, steps=60)
+QUICK = Size(layers=1, width=16, steps=60, tested=128)
 
 
 def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
@@ -120,9 +120,9 @@ def loss_of(model: am.MambaLM, language: Language, seed: int, step: int, steps: 
 @torch.no_grad()
 def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> float:
     """Return the scaled accuracy of the last answer of sequences of the test length."""
-    right = 0
-    for first in range(0, sequences, 128):
-        tokens, answers = language.batch(128, TEST_LENGTH, seeded(TEST_DATA, seed, first))
+    right, rows = 0, min(sequences, 128)
+    for first in range(0, sequences, rows):
+        tokens, answers = language.batch(rows, TEST_LENGTH, seeded(TEST_DATA, seed, first))
         right += int((model(tokens)[:, -1].argmax(-1) == answers[:, -1]).sum())
     return language.scaled(right / sequences)
 
@@ -151,9 +151,9 @@ def train_cell(
         run,
         model,
         torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0),
-        Schedule(stop_at, learning_rate(peak, size.steps), max(1, size.steps // 20)),
+        Schedule(stop_at, learning_rate(peak, size.steps), max(20, size.steps // 20)),
         lambda step: loss_of(model, language, seed, step, size.steps),
-        lambda _: {"score": score(model, language, 256, seed=0)},
+        lambda _: {"score": score(model, language, size.tested // 8, seed=0)},
         enough=lambda measures: measures["score"] >= SOLVED,
     )
     recent = history[-max(1, len(history) // 4) :]
@@ -164,7 +164,7 @@ def train_cell(
     }
     # A trial is judged by its loss, which tells rates apart long before the scores do.
     if stop_at == size.steps:
-        result["score"] = round(score(model, language, 2048, seed=1), 2)
+        result["score"] = round(score(model, language, size.tested, seed=1), 2)
     return result
 
 
@@ -175,8 +175,8 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
     for peak in LEARNING_RATES:
         result = study.cell(
             f"{task} | {name} | trial of {peak:g}",
-            setting_of(task, name, size, SEEDS[0], peak, stop_at),
-            lambda run, peak=peak: train_cell(run, task, ROWS[name], size, SEEDS[0], peak, stop_at),
+            setting_of(task, name, size, 0, peak, stop_at),
+            lambda run, peak=peak: train_cell(run, task, ROWS[name], size, 0, peak, stop_at),
         )
         if result is not None:
             losses[peak] = result["loss"]
@@ -235,15 +235,14 @@ def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute what is missing, print the table and draw it."""
     parser = flags(__doc__ or "")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds per cell (3)")
+    parser.add_argument("--seeds", type=int, help="seeds per row and task (3; 1 with --quick)")
     options = parser.parse_args(arguments)
+    seeds = range(options.seeds or (1 if options.quick else 3))
     study = Study("state_tracking", options)
     scores: dict[str, dict[str, list[float]]] = {}
     for task, full in SIZES.items():
         size = QUICK if options.quick else full._replace(steps=int(options.budget * full.steps))
-        scores[task] = {
-            name: scores_of(study, task, name, size, range(options.seeds)) for name in ROWS
-        }
+        scores[task] = {name: scores_of(study, task, name, size, seeds) for name in ROWS}
     print(table_of(scores))
     print(study.time_spent())
     draw_bars(

@@ -138,7 +138,8 @@ class Study:
         """Read the cells that are finished."""
         self.name, self.options = name, options
         # A short run must never be taken for the real one.
-        self.folder = options.results or (RESULTS / "quick" if options.quick else RESULTS)
+        share = "" if options.budget == 1 else f"budget-{options.budget:g}"
+        self.folder = options.results or RESULTS / ("quick" if options.quick else share)
         self.file = self.folder / f"{name}.json"
         self.scratch = self.folder / "unfinished"
 

@@ -126,14 +126,14 @@ def test_the_short_form_runs_resumes_and_repeats(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(state_tracking, "ROWS", {n: ROWS[n] for n in ("Mamba-3", "Mamba-2")})
     cells = []
     for folder in ("first", "second"):
-        main(["--quick", "--seeds", "1", "--results", str(tmp_path / folder)])
+        main(["--quick", "--results", str(tmp_path / folder)])
         file = tmp_path / folder / "state_tracking.json"
         assert (tmp_path / folder / "state_tracking.png").stat().st_size > 10_000
         stored = json.loads(file.read_text())["cells"]
         cells.append({key: cell["result"] for key, cell in stored.items()})
     assert cells[0] == cells[1]
     capsys.readouterr()
-    main(["--quick", "--seeds", "1", "--results", str(tmp_path / "first")])
+    main(["--quick", "--results", str(tmp_path / "first")])
     printed = capsys.readouterr().out
     assert "starts" not in printed
     assert "| Mamba-3 |" in printed

@@ -44,7 +44,12 @@ def test_two_processes_may_share_a_file(tmp_path):
 
 
 def test_a_short_run_is_never_taken_for_the_real_one():
-    assert Study("small", flags("").parse_args(["--quick"])).folder != shared.RESULTS
+    folders = [
+        Study("small", flags("").parse_args(arguments)).folder
+        for arguments in ([], ["--quick"], ["--budget", "0.5"], ["--budget", "0.1"])
+    ]
+    assert folders[0] == shared.RESULTS
+    assert len(set(folders)) == len(folders)
 
 
 class Interrupted(Exception):
