@@ -156,9 +156,8 @@ def train_cell(
         lambda _: {"score": score(model, language, size.tested // 8, seed=0)},
         enough=lambda measures: measures["score"] >= SOLVED,
     )
-    recent = history[-max(1, len(history) // 4) :]
     result = {
-        "loss": round(sum(measures["loss"] for measures in recent) / len(recent), 4),
+        "loss": round(history[-1]["loss"], 4),
         "steps": int(history[-1]["step"]),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
@@ -169,7 +168,7 @@ def train_cell(
 
 
 def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
-    """Return the learning rate with the lowest loss after a tenth of the steps, or None yet."""
+    """Return the learning rate with the lowest loss in its trial; None while trials are missing."""
     stop_at = max(1, int(TRIAL * size.steps))
     losses: dict[float, float] = {}
     for peak in LEARNING_RATES:
@@ -180,7 +179,9 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
         )
         if result is not None:
             losses[peak] = result["loss"]
-    return min(losses, key=lambda peak: losses[peak]) if losses else None
+    return (
+        min(losses, key=lambda peak: losses[peak]) if len(losses) == len(LEARNING_RATES) else None
+    )
 
 
 def setting_of(

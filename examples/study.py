@@ -240,10 +240,11 @@ def train(
         enough: whether measures are good enough to stop early.
 
     Returns:
-        The measures in order, each with its `step` and the `loss` of that step's batch.
+        The measures in order, each with its `step` and the mean `loss` since the one before.
     """
-    notes = run.restore(model, optimiser) or {"step": 0, "history": []}
+    notes = run.restore(model, optimiser) or {"step": 0, "history": [], "losses": []}
     history: list[dict[str, float]] = notes["history"]
+    losses: list[float] = notes["losses"]
     for step in range(notes["step"], schedule.steps):
         if history and enough(history[-1]):
             break
@@ -254,9 +255,11 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
         optimiser.step()
+        losses.append(loss.item())
         done = step + 1
         if done % schedule.evaluate_every == 0 or done == schedule.steps:
-            history.append({"step": done, "loss": loss.item(), **evaluate(done)})
+            history.append({"step": done, "loss": statistics.fmean(losses), **evaluate(done)})
+            losses.clear()
             run.say(", ".join(f"{name} {value:.4g}" for name, value in history[-1].items()))
-        run.keep(model, optimiser, {"step": done, "history": history})
+        run.keep(model, optimiser, {"step": done, "history": history, "losses": losses})
     return history
