@@ -26,7 +26,7 @@ from study import Run, Schedule, Study, flags, seeded, spread, train
 
 TEST_LENGTH = 256
 SHORT, LONG = 40, 160  # longest sequence in the first and in the last quarter of the training
-TOKENS_PER_STEP = 32 * SHORT
+MOST_TOKENS = 64 * SHORT  # in a batch
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 FALL = 3e-3  # of the learning rate, while the sequences grow and after
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
@@ -106,13 +106,11 @@ def longest_at(step: int, steps: int) -> int:
 
 
 def loss_of(model: am.MambaLM, language: Language, seed: int, step: int, steps: int) -> Tensor:
-    """Return the loss on the batch of a step: the longest sequences of that step.
-
-    An answer is asked at every operand, so all shorter lengths are in them.
-    """
+    """Return the loss on the batch of a step: rows of one length, from 3 to the longest."""
     longest = longest_at(step, steps)
     generator = seeded(TRAINING_DATA, seed, step)
-    tokens, answers = language.batch(TOKENS_PER_STEP // longest, longest, generator, uneven=True)
+    length = int(torch.randint(3, longest + 1, (1,), generator=generator))
+    tokens, answers = language.batch(MOST_TOKENS // longest, length, generator, uneven=True)
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=UNASKED)
 
@@ -196,7 +194,7 @@ def setting_of(
         "learning_rate": peak,
         "stop_at": stop_at,
         "longest": [SHORT, LONG],
-        "tokens_per_step": TOKENS_PER_STEP,
+        "most_tokens": MOST_TOKENS,
         "fall": FALL,
     }
 
