@@ -85,7 +85,7 @@ SIZES = {
     "arithmetic": Size(layers=3, width=64, steps=8000),
     "brackets": Size(layers=3, width=64, steps=8000),
 }
-QUICK = Size(layers=1, width=16, steps=60, tested=128)
+QUICK = Size(layers=1, width=32, steps=60, tested=128)
 
 
 def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
@@ -219,7 +219,9 @@ def scores_of(study: Study, task: str, name: str, size: Size, seeds: Sequence[in
         study.cell(
             f"{task} | {name} | seed {seed}",
             setting_of(task, name, size, seed, peak, size.steps),
-            lambda run, seed=seed: train_cell(run, task, ROWS[name], size, seed, peak, size.steps),
+            lambda run, seed=seed, peak=peak: train_cell(
+                run, task, ROWS[name], size, seed, peak, size.steps
+            ),
         )
         for seed in seeds
     ]
