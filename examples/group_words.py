@@ -4,10 +4,11 @@
     python examples/group_words.py --only A5
 
 Two settings. "512 words" is that of the original study: few words, no MLP; the early places can be
-learnt by heart (512 words spell out nine generators), and the rest is chance. "fresh words" never
-shows a word twice and adds a gated MLP behind the block, because the readout needs products
-(`group_models.py` says why, and has weights that are right at every depth). Trained up to depth 12,
-tested up to depth 24.
+learnt by heart (512 words spell out nine generators), and the rest is chance. "fresh words" draws
+its words anew each time and adds a gated MLP behind the block, because the readout needs products
+(`group_models.py` says why, and has weights that are right at every depth). Models are trained to
+depth 12 and tested to depth 24: there are 4096 words of depth 12, few enough to learn by heart, so
+it is beyond them that a model shows whether it has learnt the group.
 """
 
 import itertools
