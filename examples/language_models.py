@@ -52,8 +52,8 @@ def main() -> None:
     for seed in SEEDS[:1] if options.quick else SEEDS:
         for name in MODELS:
             rate = chosen_rate(study, name, steps)
-            result = rate and trained(study, name, rate, seed, steps)
-            if result:
+            result = None if rate is None else trained(study, name, rate, seed, steps)
+            if result is not None:
                 bits[name].append(result["bits_per_byte"])
                 counted.append(result["five_gram"])
     costs = study.cell("cost", {"window": WINDOW, "rows": ROWS}, lambda run: measure_costs())
@@ -67,7 +67,7 @@ def chosen_rate(study: Study, name: str, steps: int) -> float | None:
     """Return the learning rate with the best bits per byte on a fifth of the steps."""
     short = max(10, steps // 5)
     tried = {rate: trained(study, name, rate, 0, short) for rate in RATES}
-    found = {rate: result["bits_per_byte"] for rate, result in tried.items() if result}
+    found = {rate: result["bits_per_byte"] for rate, result in tried.items() if result is not None}
     return min(found, key=found.__getitem__) if len(found) == len(RATES) else None
 
 
