@@ -5,7 +5,7 @@
     python examples/language_models.py --quick        # all of it in small: two minutes
 
 The text is Python's standard library as bytes. Every model has half a million parameters, within
-1 % of one another, sees the same windows in the same order, and takes the best of three learning
+1.2 % of one another, sees the same windows in the same order, and takes the best of three learning
 rates, chosen on a fifth of the steps. The 5-gram has counted exactly the bytes they have read.
 """
 
