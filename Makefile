@@ -8,12 +8,14 @@ RUN := $(BIN)/python -W 'ignore:Failed to initialize NumPy'
 # One worker per core and one thread per worker: two pools of threads on one core only wait.
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 4 --dist worksteal \
 	--doctest-modules src tests
-SOURCES := src tests tools
+SOURCES := src tests tools examples
 KERNELS := $(wildcard native/*.h native/*.txt native/src/*)
+# The scripts that can be run; the other files of examples/ are what they share.
+STUDIES := $(shell grep -l '^if __name__' examples/*.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-native check bench docs clean
+.PHONY: help setup demo examples test test-all test-native check bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -29,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt $(KERNELS)
 
 demo: $(STAMP) ## see the library at work
 	$(RUN) -m anymamba demo
+
+examples: $(STAMP) ## run the short form of every study in examples/ (minutes)
+	for study in $(STUDIES); do $(RUN) $$study --quick || exit 1; done
 
 test: $(STAMP) ## run the tests and the examples in docstrings, without the slow ones
 	$(TEST) -m "not slow"

@@ -21,9 +21,8 @@ SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:")
 
 def documents(root: Path) -> list[Path]:
     """List the documents of the repository."""
-    return sorted(
-        [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "src").rglob("*.md")]
-    )
+    folders = [root / name for name in ("docs", "examples", "src")]
+    return sorted([*root.glob("*.md"), *(file for f in folders for file in f.rglob("*.md"))])
 
 
 def anchors_of(text: str) -> set[str]:

@@ -1,0 +1,162 @@
+"""Can one layer follow the product of a word in a group, with complex and with quaternion turns?
+
+    python examples/group_words.py            # an hour on one core; --quick takes one minute
+    python examples/group_words.py --only A5
+
+Two settings. "512 words" is that of the original study: few words, no MLP; the early places can be
+learnt by heart (512 words spell out nine generators), and the rest is chance. "fresh words" draws
+its words anew each time and adds a gated MLP behind the block, because the readout needs products
+(`group_models.py` says why, and has weights that are right at every depth). Models are trained to
+depth 12 and tested to depth 24: there are 4096 words of depth 12, few enough to learn by heart, so
+it is beyond them that a model shows whether it has learnt the group.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.train import cosine_factor
+from group_models import model_of
+from groups import EVAL_SEED, GROUPS, REFERENCE, TRAIN_SEED, Group
+from picture import draw_curves
+from study import Run, Schedule, Study, flags, seeded, train
+
+SEEDS = (0, 1, 2)
+ROTATIONS = ("complex", "quaternion")
+DEPTH, BATCH, WARMUP = 12, 64, 100
+TEST_SEED = 0xE7A1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to train.
+
+    Args:
+        name: of the setting.
+        groups: in which groups.
+        words: how many words there are; 0 means a fresh one each time.
+        has_mlp: whether a gated MLP follows the block.
+        steps: updates.
+        rate: learning rate at its peak.
+        is_constant: whether it stays there; else it falls as a cosine.
+        decay: of the weights.
+    """
+
+    name: str
+    groups: tuple[str, ...]
+    words: int
+    has_mlp: bool
+    steps: int
+    rate: float
+    is_constant: bool
+    decay: float
+
+
+ORIGINAL = Setting("512 words", ("A5",), 512, False, 120 * 8, 1e-3, True, 0.1)
+FRESH = Setting("fresh words", ("A5", "S3", "Q8"), 0, True, 4000, 3e-3, False, 0.0)
+
+
+def main() -> None:
+    """Fill the table, draw it and print it."""
+    options = flags(__doc__ or "").parse_args()
+    study = Study("group_words", options)
+    curves: dict[str, dict[str, dict[float, list[float]]]] = {}
+    for seed in SEEDS[:1] if options.quick else SEEDS:  # everything once before anything twice
+        for setting, name, rotation in cases():
+            steps = 40 if options.quick else max(1, round(setting.steps * options.budget))
+            result = study.cell(
+                f"{name} | {setting.name} | {rotation} | seed {seed}",
+                {**asdict(replace(setting, steps=steps)), "depth": DEPTH, "batch": BATCH},
+                lambda run, how=(setting, GROUPS[name], rotation, seed, steps): learn(run, *how),
+            )
+            if result is not None:
+                curve = curves.setdefault(f"{name}, {setting.name}", {}).setdefault(rotation, {})
+                for depth, value in enumerate(result["accuracy"]):
+                    curve.setdefault(depth, []).append(value)
+    report(curves)
+    if curves:
+        draw_curves(study.picture(), curves, "generators so far", "right answers, %")
+    print(f"\n{study.time_spent()}")
+
+
+def cases() -> Iterator[tuple[Setting, str, str]]:
+    """Yield setting, group and rotation of every curve."""
+    for setting in (ORIGINAL, FRESH):
+        for name, rotation in itertools.product(setting.groups, ROTATIONS):
+            yield setting, name, rotation
+
+
+def learn(
+    run: Run, setting: Setting, group: Group, rotation: str, seed: int, steps: int
+) -> dict[str, Any]:
+    """Train one model and test it at every depth."""
+    torch.manual_seed(seed)
+    model = model_of(group, rotation=rotation, has_mlp=setting.has_mlp)
+    known = group.words(setting.words, DEPTH, TRAIN_SEED)
+    held_out = group.words(128, DEPTH, EVAL_SEED)
+
+    def loss_at(step: int) -> Tensor:
+        if setting.words:
+            epoch, place = divmod(step * BATCH, setting.words)
+            order = torch.randperm(setting.words, generator=seeded(seed, epoch))
+            words = known[order[place : place + BATCH]]
+        else:
+            words = torch.randint(2, (BATCH, DEPTH + 1), generator=seeded(seed, step))
+            words[:, 0] = REFERENCE
+        return model.loss(one_hot(words), group.targets(words))
+
+    def rate_at(step: int) -> float:
+        if setting.is_constant:
+            return setting.rate
+        return setting.rate * cosine_factor(step + 1, steps, warmup=min(WARMUP, steps // 4))
+
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=setting.rate, weight_decay=setting.decay, fused=True
+    )
+    train(
+        run,
+        model,
+        optimiser,
+        Schedule(steps, rate_at, evaluate_every=200),
+        loss_at,
+        lambda step: {f"right at depth {DEPTH}": accuracies(model, group, held_out)[-1]},
+    )
+    return {
+        "accuracy": accuracies(model, group, group.words(1024, 2 * DEPTH, TEST_SEED)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def one_hot(words: Tensor) -> Tensor:
+    """Return words as vectors (words, length, 3)."""
+    return F.one_hot(words, 3).float()
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, group: Group, words: Tensor) -> list[float]:
+    """Return the share of right answers at each place, in percent."""
+    right = model(one_hot(words)).argmax(-1) == group.targets(words)
+    return (100 * right.double().mean(0)).tolist()
+
+
+def report(curves: dict[str, dict[str, dict[float, list[float]]]]) -> None:
+    """Print mean, lowest and highest at some depths."""
+    depths = (3, 6, 9, DEPTH, DEPTH + 4, 2 * DEPTH)
+    for panel, lines in curves.items():
+        print(f"\n{panel}: right answers in % (lowest to highest seed) at depth {depths}")
+        for rotation, points in lines.items():
+            cells = [
+                f"{fmean(p):6.1f} ({min(p):.1f} to {max(p):.1f})"
+                for p in (points[d] for d in depths)
+            ]
+            print(f"  {rotation:11} {'  '.join(cells)}  {len(points[0])} seeds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Do the smallest models learn the reset tasks, and do they fail without what a task needs?
+
+    python examples/reset.py            # 45 minutes on one core; --quick takes one
+    python examples/reset.py --only majority
+
+Every model is one block of 62 to 328 parameters, trained on 4096 words of all families and tested
+on 2048 new words of each. The ablations have the same schedule: the rotor without rotation, the
+spinor with complex turns, which commute. The limits beside them are what tables can reach that know
+only the symbol (majority), the symbol and its distance from the reset (rotor), or how often each
+symbol came (spinor): see `reset_limits.py`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.train import cosine_factor
+from picture import COLOURS, new_figure, save
+from reset_limits import (
+    LIMIT_SEED,
+    TABLE_SEED,
+    accuracy,
+    counts_since_reset,
+    steps_since_reset,
+    symbol_alone,
+    table_limit,
+)
+from reset_models import model_of
+from reset_tasks import EVAL_SEED, MIXED, TASKS, TRAIN_SEED, Task, batch_of
+from study import Run, Schedule, Study, flags, seeded, spread, train
+
+# The landscape of 62 parameters has dead ends: more seeds say how often a run falls into one. Other
+# runs rest at 92 % of the random words, all others right, and leave that plateau slowly.
+SEEDS = {"reset-majority": range(8), "reset-rotor": range(3), "reset-spinor": range(3)}
+EPOCHS = {"reset-majority": 160, "reset-rotor": 80, "reset-spinor": 80}
+WORDS, BATCH = 4096, 64
+WARMUP, PEAK, FLOOR = 100, 3e-2, 1e-4
+EPSILON, DECAY = 8.16e-8, 1e-4
+# Every element of a gradient by itself: a norm would let one steep parameter slow all others down,
+# and some seeds then stay in the first plateau.
+LARGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A row of the table: a task, a name, and how the block differs from the task's own."""
+
+    task: str
+    name: str
+    options: dict[str, Any]
+    is_ablation: bool
+
+
+Scores = dict[int, dict[str, float]]  # accuracy by seed and family
+
+CONTENDERS = (
+    Contender("reset-majority", "Mamba-2", {}, False),
+    Contender("reset-rotor", "Mamba-3, complex", {}, False),
+    Contender("reset-spinor", "Mamba-3, quaternion", {}, False),
+    Contender("reset-rotor", "Mamba-3, no rotation", {"rope_fraction": 0.0}, True),
+    Contender("reset-spinor", "Mamba-3, complex", {"rotation": "complex"}, True),
+)
+LIMITS = {
+    "reset-majority": ("table of symbols", symbol_alone),
+    "reset-rotor": ("table of steps since R", steps_since_reset),
+    "reset-spinor": ("table of counts since R", counts_since_reset),
+}
+
+
+def main() -> None:
+    """Fill the table, draw it and print it."""
+    options = flags(__doc__ or "").parse_args()
+    study = Study("reset", options)
+    scores: dict[Contender, Scores] = {}
+    for contender in CONTENDERS:
+        share = round(EPOCHS[contender.task] * options.budget)
+        epochs = 4 if options.quick else max(1, share)
+        for seed in SEEDS[contender.task][: 1 if options.quick else None]:
+            setting = {
+                "epochs": epochs,
+                "batch": BATCH,
+                "words": WORDS,
+                "peak": PEAK,
+                "largest_gradient": LARGEST_GRADIENT,
+                **contender.options,
+            }
+            result = study.cell(
+                f"{contender.task} | {contender.name} | seed {seed}",
+                setting,
+                lambda run, how=(contender, seed, epochs): learn(run, *how),
+            )
+            if result is not None:
+                scores.setdefault(contender, {})[seed] = result["test"]
+    report(scores)
+    draw(study, scores)
+    print(f"\n{study.time_spent()}")
+
+
+def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, Any]:
+    """Train one model and test it on new words."""
+    task = TASKS[contender.task]
+    torch.manual_seed(seed)
+    model = model_of(task.name, **contender.options)
+    x, targets = batch_of(task, task.words(MIXED, WORDS, TRAIN_SEED))
+    held_out = batches_by_family(task, 512, EVAL_SEED)
+    per_epoch, steps = WORDS // BATCH, epochs * (WORDS // BATCH)
+
+    def loss_at(step: int) -> Tensor:
+        order = torch.randperm(WORDS, generator=seeded(seed, step // per_epoch))
+        rows = order[step % per_epoch * BATCH :][:BATCH]
+        return model.loss(x[rows], targets[rows])
+
+    for parameter in model.parameters():
+        parameter.register_hook(
+            lambda gradient: gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
+        )
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=PEAK, eps=EPSILON, weight_decay=DECAY, fused=True
+    )
+    schedule = Schedule(
+        steps, lambda step: learning_rate(step, steps), 5 * per_epoch, clip=math.inf
+    )
+    history = train(
+        run, model, optimiser, schedule, loss_at, lambda step: accuracies(model, held_out)
+    )
+    return {
+        "test": accuracies(model, batches_by_family(task, 2048, LIMIT_SEED)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "solved_at_step": solved_at(history, tuple(task.families)),
+    }
+
+
+def solved_at(history: list[dict[str, float]], families: tuple[str, ...]) -> float | None:
+    """Return the first step from which on all held-out words were right; None if there is none."""
+    first = None
+    for measures in history:
+        if all(measures[family] == 100 for family in families):
+            first = measures["step"] if first is None else first
+        else:
+            first = None
+    return first
+
+
+def batches_by_family(task: Task, count: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return words of each family with their targets."""
+    return {name: batch_of(task, task.words(name, count, seed)) for name in task.families}
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, batches: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Return the accuracy of each family in percent."""
+    return {name: accuracy(model(x), targets) for name, (x, targets) in batches.items()}
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Return a warm-up to the peak and half a cosine to the floor."""
+    return PEAK * cosine_factor(step + 1, steps, warmup=WARMUP, floor=FLOOR / PEAK)
+
+
+def limits(task: Task) -> dict[str, float]:
+    """Return what the task's table reaches on the test words of each family."""
+    coder = LIMITS[task.name][1]
+    return {
+        name: table_limit(
+            task, coder, task.words(name, 2048, TABLE_SEED), task.words(name, 512, LIMIT_SEED)
+        )
+        for name in task.families
+    }
+
+
+def report(scores: dict[Contender, Scores]) -> None:
+    """Print accuracy by family, worst and best seed, beside the limits."""
+    for task in TASKS.values():
+        print(f"\n{task.name}: accuracy % on {', '.join(task.families)}; worst to best seed")
+        for contender, runs in scores.items():
+            if contender.task == task.name:
+                ranges = [[run[family] for run in runs.values()] for family in task.families]
+                cells = "  ".join(f"{min(r):6.2f} to {max(r):6.2f}" for r in ranges)
+                solved = [seed for seed, run in runs.items() if min(run.values()) == 100]
+                print(f"  {contender.name:24} {cells}  100 % with seeds {solved} of {list(runs)}")
+        cells = "  ".join(f"{value:6.2f}          " for value in limits(task).values())
+        print(f"  {LIMITS[task.name][0]:24} {cells}")
+
+
+def draw(study: Study, scores: dict[Contender, Scores]) -> None:
+    """Draw a panel per task: families, a bar per contender, a dot per seed, the limit as a line."""
+    figure = new_figure(10, 4.2)
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, task in zip(panels, TASKS.values(), strict=True):
+        rows = {c: runs for c, runs in scores.items() if c.task == task.name}
+        width = 0.8 / max(1, len(rows))
+        for place, (contender, runs) in enumerate(rows.items()):
+            centres = [group + (place + 0.5) * width - 0.4 for group in range(3)]
+            spreads = [spread([run[family] for run in runs.values()]) for family in task.families]
+            for run in runs.values():
+                panel.plot(centres, list(run.values()), "k.", markersize=4, zorder=3)
+            panel.bar(
+                centres,
+                [s.mean for s in spreads],
+                width * 0.92,
+                yerr=[[s.below for s in spreads], [s.above for s in spreads]],
+                capsize=3,
+                label=contender.name,
+                color=COLOURS[5] if contender.is_ablation else COLOURS[4],
+            )
+        for group, value in enumerate(limits(task).values()):
+            label = LIMITS[task.name][0] if group == 0 else None
+            panel.hlines(value, group - 0.42, group + 0.42, "black", "dashed", label=label)
+        panel.set_title(task.name)
+        panel.set_xticks(range(3), list(task.families))
+        panel.set_ylim(0, 104)
+        panel.grid(axis="y", linewidth=0.3)
+        panel.set_axisbelow(True)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+    panels[0].set_ylabel("accuracy on new words, %")
+    save(figure, study.picture())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""State tracking: which blocks can follow a running state far beyond the training length.
+
+    python examples/state_tracking.py                     the whole table, resumable
+    python examples/state_tracking.py --only parity       one column
+    python examples/state_tracking.py --only "Mamba-2"    one row
+    python examples/state_tracking.py --quick             a minute, to see it work
+
+Repeats Table 5b of the Mamba-3 paper (arXiv 2603.15569): train on short sequences of parity and of
+arithmetic modulo 5, test on length 256. Scores are percent of the way from guessing to perfect.
+docs/evidence.md says where the setting differs from the paper's, and what came out.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import anymamba as am
+from formal_languages import LANGUAGES, UNASKED, Language
+from picture import draw_bars
+from standard_rotation import rotate_by_position
+from study import Run, Schedule, Study, flags, seeded, spread, train
+
+TEST_LENGTH = 256
+SHORT, LONG = 40, 160  # longest sequence in the first and in the last quarter of the training
+MOST_TOKENS = 64 * SHORT  # in a batch
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+FALL = 1e-2  # of the learning rate, while the sequences grow and after
+ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+# An angle has to become exact, but the loss vanishes as soon as all answers are sure, and a model
+# that is perfect at 160 drifts away before 256. Smoothed labels ask for the same margin everywhere.
+SMOOTHING = 0.05
+TRIAL = 0.1  # share of the steps that a learning rate is tried for
+SOLVED = 99.5
+TEST_DATA, TRAINING_DATA = 1, 2
+
+
+class Row(NamedTuple):
+    """A row of the table: the mixer, what is changed in it, and the paper's three numbers."""
+
+    ssm_cfg: dict[str, Any]
+    change: Callable[[am.MambaLM], None] = lambda model: None
+    paper: dict[str, float] | None = None
+
+
+class Size(NamedTuple):
+    """How large the model of a task is, how long it is trained, how many sequences test it."""
+
+    layers: int
+    width: int
+    steps: int
+    tested: int = 2048
+
+
+MAMBA3 = {
+    "layer": "Mamba3",
+    "d_state": 64,
+    "headdim": 64,
+    "a_activation": "softplus",
+    "rotation_range": 2.0,
+}
+ROWS = {
+    "Mamba-3": Row(MAMBA3, paper={"parity": 100.0, "arithmetic": 98.51, "brackets": 87.75}),
+    "Mamba-3, no rotation": Row(
+        {**MAMBA3, "rope_fraction": 0.0},
+        paper={"parity": 2.27, "arithmetic": 1.49, "brackets": 0.72},
+    ),
+    "Mamba-2": Row(
+        {"layer": "Mamba2", "d_state": 64, "headdim": 64},
+        paper={"parity": 0.90, "arithmetic": 47.81, "brackets": 0.88},
+    ),
+    "Mamba-3, standard rotation": Row(
+        MAMBA3,
+        rotate_by_position,
+        paper={"parity": 1.56, "arithmetic": 20.70, "brackets": 2.62},
+    ),
+    "Mamba-3, quaternions": Row({**MAMBA3, "rotation": "quaternion"}),
+    "Mamba-3, heavy tail": Row({**MAMBA3, "a_activation": "heavy_tail"}),
+}
+SIZES = {
+    "parity": Size(layers=1, width=32, steps=3000),
+    "arithmetic": Size(layers=3, width=64, steps=8000),
+    "brackets": Size(layers=3, width=64, steps=8000),
+}
+QUICK = Size(layers=1, width=32, steps=60, tested=128)
+
+
+def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
+    """Build the small language model of a cell; the caller has set the seed."""
+    config = am.MambaConfig(
+        d_model=size.width,
+        n_layer=size.layers,
+        vocab_size=language.vocabulary,
+        pad_vocab_size_multiple=1,
+        tie_embeddings=False,
+        ssm_cfg=row.ssm_cfg,
+    )
+    model = am.MambaLM(config)
+    row.change(model)
+    return model
+
+
+def longest_at(step: int, steps: int) -> int:
+    """Return the curriculum's longest sequence: a quarter short, growing, a quarter long."""
+    grown = min(max(2 * step / steps - 0.5, 0.0), 1.0)
+    return SHORT + round(grown * (LONG - SHORT))
+
+
+def loss_of(model: am.MambaLM, language: Language, seed: int, step: int, steps: int) -> Tensor:
+    """Return the loss on the batch of a step: rows of one length, from 3 to the longest."""
+    longest = longest_at(step, steps)
+    generator = seeded(TRAINING_DATA, seed, step)
+    length = int(torch.randint(3, longest + 1, (1,), generator=generator))
+    tokens, answers = language.batch(MOST_TOKENS // longest, length, generator, uneven=True)
+    logits = model(tokens)
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        answers.flatten(),
+        ignore_index=UNASKED,
+        label_smoothing=SMOOTHING,
+    )
+
+
+@torch.no_grad()
+def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> float:
+    """Return the scaled accuracy of the last answer of sequences of the test length."""
+    right, rows = 0, min(sequences, 128)
+    for first in range(0, sequences, rows):
+        tokens, answers = language.batch(rows, TEST_LENGTH, seeded(TEST_DATA, seed, first))
+        right += int((model(tokens)[:, -1].argmax(-1) == answers[:, -1]).sum())
+    return language.scaled(right / sequences)
+
+
+def learning_rate(peak: float, steps: int) -> Callable[[int], float]:
+    """Return a short warm-up, the peak while sequences are short, then a fall by a constant factor.
+
+    The longer the sequences, the more exact an angle has to be: the error of one step adds up.
+    """
+
+    def rate(step: int) -> float:
+        fallen = max(0.0, (step / steps - 0.25) / 0.75)
+        return peak * min((step + 1) / 100, FALL**fallen)
+
+    return rate
+
+
+def train_cell(
+    run: Run, task: str, row: Row, size: Size, seed: int, peak: float, stop_at: int
+) -> dict[str, Any]:
+    """Train one model and measure it; `stop_at` below the steps makes it a trial."""
+    language = LANGUAGES[task]
+    torch.manual_seed(seed)
+    model = model_of(row, size, language)
+    history = train(
+        run,
+        model,
+        torch.optim.AdamW(model.parameters(), **ADAM),
+        Schedule(stop_at, learning_rate(peak, size.steps), max(20, size.steps // 20)),
+        lambda step: loss_of(model, language, seed, step, size.steps),
+        lambda _: {"score": score(model, language, size.tested // 8, seed=0)},
+        enough=lambda measures: measures["score"] >= SOLVED,
+    )
+    result = {
+        "loss": round(history[-1]["loss"], 4),
+        "steps": int(history[-1]["step"]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    # A trial is judged by its loss, which tells rates apart long before the scores do.
+    if stop_at == size.steps:
+        result["score"] = round(score(model, language, size.tested, seed=1), 2)
+    return result
+
+
+def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
+    """Return the learning rate with the lowest loss in its trial; None while trials are missing."""
+    stop_at = max(1, int(TRIAL * size.steps))
+    losses: dict[float, float] = {}
+    for peak in LEARNING_RATES:
+        result = study.cell(
+            f"{task} | {name} | trial of {peak:g}",
+            setting_of(task, name, size, 0, peak, stop_at),
+            lambda run, peak=peak: train_cell(run, task, ROWS[name], size, 0, peak, stop_at),
+        )
+        if result is not None:
+            losses[peak] = result["loss"]
+    return (
+        min(losses, key=lambda peak: losses[peak]) if len(losses) == len(LEARNING_RATES) else None
+    )
+
+
+def setting_of(
+    task: str, name: str, size: Size, seed: int, peak: float, stop_at: int
+) -> dict[str, Any]:
+    """Return all that decides a cell."""
+    return {
+        "task": task,
+        "ssm_cfg": ROWS[name].ssm_cfg,
+        "size": size._asdict(),
+        "seed": seed,
+        "learning_rate": peak,
+        "stop_at": stop_at,
+        "longest": [SHORT, LONG],
+        "most_tokens": MOST_TOKENS,
+        "fall": FALL,
+        "adam": ADAM,
+        "label_smoothing": SMOOTHING,
+    }
+
+
+def scores_of(study: Study, task: str, name: str, size: Size, seeds: Sequence[int]) -> list[float]:
+    """Return the scores of a row on a task, those that are there or may be computed now."""
+    peak = best_rate(study, task, name, size)
+    if peak is None:
+        return []
+    results = [
+        study.cell(
+            f"{task} | {name} | seed {seed}",
+            setting_of(task, name, size, seed, peak, size.steps),
+            lambda run, seed=seed, peak=peak: train_cell(
+                run, task, ROWS[name], size, seed, peak, size.steps
+            ),
+        )
+        for seed in seeds
+    ]
+    return [result["score"] for result in results if result is not None]
+
+
+def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
+    """Return the table in Markdown: the mean over seeds, the range, and the paper's number."""
+    lines = ["| model | " + " | ".join(scores) + " |", "|---" * (len(scores) + 1) + "|"]
+    for name, row in ROWS.items():
+        entries = []
+        for task, rows in scores.items():
+            measured = rows[name]
+            text = "-"
+            if measured:
+                mean, below, above = spread(measured)
+                text = f"{mean:.1f} ({mean - below:.1f} to {mean + above:.1f}, n={len(measured)})"
+            entries.append(f"{text}; paper {row.paper[task]:.1f}" if row.paper else text)
+        lines.append(f"| {name} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute what is missing, print the table and draw it."""
+    parser = flags(__doc__ or "")
+    parser.add_argument("--seeds", type=int, help="seeds per row and task (3; 1 with --quick)")
+    options = parser.parse_args(arguments)
+    seeds = range(options.seeds or (1 if options.quick else 3))
+    study = Study("state_tracking", options)
+    scores: dict[str, dict[str, list[float]]] = {}
+    for task, full in SIZES.items():
+        size = QUICK if options.quick else full._replace(steps=int(options.budget * full.steps))
+        scores[task] = {name: scores_of(study, task, name, size, seeds) for name in ROWS}
+    print(table_of(scores))
+    print(study.time_spent())
+    draw_bars(
+        study.picture(),
+        scores,
+        "Scaled accuracy at length 256 (%)",
+        marks={
+            task: {name: row.paper[task] for name, row in ROWS.items() if row.paper}
+            for task in scores
+        },
+        mark_name="the paper",
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

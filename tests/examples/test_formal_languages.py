@@ -1,0 +1,71 @@
+"""The formal languages: answers agree with Python's own arithmetic, lengths are exact."""
+
+import pytest
+
+from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, values_so_far
+from study import seeded
+
+
+def text_of(tokens):
+    return "".join(SYMBOLS[token] for token in tokens)
+
+
+def test_parity_counts_the_ones():
+    tokens, answers = LANGUAGES["parity"].batch(8, 50, seeded(0))
+    for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
+        assert [sum(row[: place + 1]) % 2 for place in range(50)] == asked
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "brackets"])
+@pytest.mark.parametrize("length", [1, 3, 5, 21, 40, 255])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_answers_are_those_of_python(task, length, uneven):
+    """Every prefix that ends in an operand, its open brackets closed, has the answer as value."""
+    tokens, answers = LANGUAGES[task].batch(16, length, seeded(1, length), uneven)
+    for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
+        text = text_of(row)
+        for end, answer in enumerate(asked, 1):
+            prefix = text[:end]
+            assert (answer != UNASKED) == (prefix[-1].isdigit() or prefix[-1] == ")")
+            if answer != UNASKED:
+                closed = prefix + ")" * (prefix.count("(") - prefix.count(")"))
+                assert eval(closed) % MODULUS == answer
+        assert asked[-1] != UNASKED
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("length", range(1, 60))
+def test_bracketed_expressions_have_the_length_asked_for(length, uneven):
+    tokens, _ = LANGUAGES["brackets"].batch(3, length, seeded(length), uneven)
+    assert tokens.shape == (3, length)
+
+
+@pytest.mark.parametrize("task", LANGUAGES)
+def test_uneven_rows_have_frequencies_of_their_own(task):
+    """The share of zeros varies more between rows than chance would have it."""
+    spreads = [
+        (LANGUAGES[task].batch(200, 101, seeded(2), uneven).tokens == 0).float().mean(1).std()
+        for uneven in (False, True)
+    ]
+    assert spreads[1] > 2 * spreads[0]
+
+
+def test_the_examples_of_the_module_hold():
+    none = UNASKED
+    assert [none, 1, none, none, 4, none, none, 0, 0, 0] == values_so_far("(1-(2+-1))")
+
+
+@pytest.mark.parametrize("task", LANGUAGES)
+def test_one_seed_gives_one_batch(task):
+    first, again = (LANGUAGES[task].batch(4, 30, seeded(7)) for _ in range(2))
+    assert first.tokens.equal(again.tokens)
+    assert first.answers.equal(again.answers)
+    assert not first.tokens.equal(LANGUAGES[task].batch(4, 30, seeded(8)).tokens)
+
+
+def test_answers_are_even_enough_that_guessing_scores_nothing():
+    """Zero is a likelier product than the others: what a constant answer reaches is bounded."""
+    for language in LANGUAGES.values():
+        _, answers = language.batch(2000, 101, seeded(3))
+        share = (answers[:, -1:] == answers.new_tensor(range(language.classes))).float().mean(0)
+        assert language.scaled(share.max().item()) < 6

@@ -1,0 +1,47 @@
+"""The quick form of the studies: they run, leave a table and a picture, and repeat themselves."""
+
+import importlib
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def run_quickly(monkeypatch, folder, study, *flags):
+    script = importlib.import_module(study)
+    argv = [f"{study}.py", "--quick", "--results", str(folder), *flags]
+    monkeypatch.setattr("sys.argv", argv)
+    script.main()
+    return json.loads((folder / f"{study}.json").read_text())["cells"]
+
+
+@pytest.mark.parametrize(
+    ("study", "cells"), [("reset", 5), ("group_words", 8), ("language_models", 17)]
+)
+def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, monkeypatch, capsys):
+    assert len(run_quickly(monkeypatch, tmp_path, study)) == cells
+    assert (tmp_path / f"{study}.png").read_bytes().startswith(b"\x89PNG")
+    first = capsys.readouterr().out
+    assert "starts" in first
+    run_quickly(monkeypatch, tmp_path, study)
+    again = capsys.readouterr().out
+    assert "starts" not in again
+    assert again in first
+
+
+@pytest.mark.parametrize(
+    ("study", "only"),
+    [
+        ("reset", "reset-majority"),
+        ("group_words", "Q8 | fresh words | quaternion"),
+        ("language_models", "Mamba-3 MIMO | 10 steps at 0.002"),
+    ],
+)
+def test_two_runs_of_one_seed_agree(study, only, tmp_path, monkeypatch):
+    one = run_quickly(monkeypatch, tmp_path / "one", study, "--only", only)
+    other = run_quickly(monkeypatch, tmp_path / "other", study, "--only", only)
+    assert len(one) == 1
+    assert {key: cell["result"] for key, cell in one.items()} == {
+        key: cell["result"] for key, cell in other.items()
+    }

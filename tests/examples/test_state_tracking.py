@@ -1,0 +1,139 @@
+"""State tracking: the curriculum, the score, the rotation by position, and the short form."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import anymamba as am
+import state_tracking
+from formal_languages import LANGUAGES
+from standard_rotation import PositionRotation, rotate_by_position
+from state_tracking import LONG, ROWS, SHORT, SIZES, Size, longest_at, main, model_of, score
+from study import seeded
+
+
+def test_the_curriculum_grows_from_short_to_long():
+    lengths = [longest_at(step, 1000) for step in range(1000)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[249], lengths[750], lengths[-1]) == (SHORT, SHORT, LONG, LONG)
+
+
+def test_a_perfect_model_scores_100_and_a_constant_one_nothing():
+    language = LANGUAGES["parity"]
+
+    def perfect(tokens):
+        return torch.nn.functional.one_hot(tokens.cumsum(1) % 2, 2)
+
+    assert score(perfect, language, 256, seed=0) == 100
+    assert abs(score(torch.zeros_like, language, 2048, seed=0)) < 100
+    assert abs(score(lambda tokens: perfect(tokens * 0), language, 2048, seed=0)) < 8
+
+
+def test_position_rotation_turns_by_the_frequencies_of_attention():
+    block = am.Mamba3(8, d_state=16, headdim=8, rope_fraction=1.0)
+    rotation = PositionRotation(block.rotation)
+    *_, state = rotation.keys(
+        (torch.randn(1, 5, 1, 1, 16), torch.randn(1, 5, 1, 1, 16)),
+        (torch.ones(16), torch.ones(16)),
+        (1e-5, 1e-5),
+        (block.B_bias, block.C_bias),
+        torch.randn(1, 5, 8),
+        torch.rand(1, 5, 2),
+        rotation.fresh(1, torch.device("cpu"), torch.float32),
+        "auto",
+        None,
+    )
+    expected = 5 * 10000.0 ** -(torch.arange(8) / 8)
+    torch.testing.assert_close(state.angle_bha[0, 0].cos(), expected.cos(), atol=1e-5, rtol=0)
+
+
+def test_position_rotation_ignores_what_the_tokens_ask_for():
+    row = ROWS["Mamba-3, standard rotation"]
+    language, size = LANGUAGES["parity"], Size(layers=1, width=32, steps=1)
+    torch.manual_seed(0)
+    model = model_of(row, size, language)
+    plain = am.MambaLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    tokens = language.batch(2, 20, seeded(0)).tokens
+    before = model(tokens)
+    assert not torch.allclose(before, plain(tokens), atol=1e-5)
+    for each in (model, plain):
+        with torch.no_grad():
+            each.backbone.layers[0].mixer.in_proj.weight[-16:].normal_()
+    torch.testing.assert_close(before, model(tokens))
+    rotate_by_position(plain)
+    torch.testing.assert_close(before, plain(tokens))
+
+
+def parity_by_hand(rotation_range=2.0):
+    """One block of two heads that turns by half a turn at every one, and writes only there.
+
+    The writes cancel in pairs: 1, 1 - 1, 1 - 1 + 1, ... is the parity of their number.
+    """
+    block = {"d_state": 2, "headdim": 1, "expand": 1, "bias": True, "A_floor": 1e-8}
+    turning = {"rope_fraction": 1.0, "rotation_range": rotation_range, "a_activation": "softplus"}
+    config = am.MambaConfig(
+        d_model=2,
+        n_layer=1,
+        vocab_size=2,
+        pad_vocab_size_multiple=1,
+        tie_embeddings=False,
+        ssm_cfg={"layer": "Mamba3", **block, **turning},
+    )
+    model = am.MambaLM(config)
+    mixer, unit, half_turn = model.backbone.layers[0].mixer, math.log(math.e - 1), math.atanh(0.5)
+    # What each channel is for a zero and for a one: z, x, B, C, dt, A, lambda, rotation.
+    channels = [(5, 5), (5, 5), (0, 1), (0, 1), (1, 1), (0, 0), (1, 1), (0, 0)]
+    channels += [(unit, unit)] * 2 + [(-30, -30)] * 2 + [(20, 20)] * 2 + [(0, half_turn)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for norm in (model.backbone.layers[0].norm, model.backbone.norm_f):
+            norm.weight.fill_(1)
+        mixer.B_norm.weight.fill_(1)
+        mixer.C_norm.weight.fill_(1)
+        # Of length sqrt 2, so that the norm in front of the block changes nothing.
+        model.backbone.embedding.weight.copy_(math.sqrt(2) * torch.eye(2))
+        mixer.in_proj.weight.copy_(torch.tensor(channels) / math.sqrt(2))
+        mixer.out_proj.weight.copy_(100 * torch.eye(2))
+        mixer.out_proj.bias.fill_(-500)
+        model.lm_head.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    return model
+
+
+@pytest.mark.parametrize("length", [1, 2, 40, 256, 3000])
+def test_one_block_can_follow_parity_at_any_length(length):
+    tokens, answers = LANGUAGES["parity"].batch(8, length, seeded(4))
+    assert parity_by_hand()(tokens).argmax(-1).equal(answers)
+
+
+def test_half_a_turn_is_what_makes_it_parity():
+    """With turns of another angle the same block is lost after a few tokens."""
+    tokens, answers = LANGUAGES["parity"].batch(64, 256, seeded(4))
+    right = parity_by_hand(rotation_range=1.9)(tokens).argmax(-1) == answers
+    assert right[:, -64:].float().mean() < 0.6
+
+
+def test_every_row_of_the_paper_has_its_three_numbers():
+    assert all(set(row.paper) == set(SIZES) for row in ROWS.values() if row.paper)
+
+
+@pytest.mark.slow
+def test_the_short_form_runs_resumes_and_repeats(tmp_path, capsys, monkeypatch):
+    """Two runs of one seed agree to the last digit, and a second start computes nothing."""
+    monkeypatch.setattr(state_tracking, "ROWS", {n: ROWS[n] for n in ("Mamba-3", "Mamba-2")})
+    cells = []
+    for folder in ("first", "second"):
+        main(["--quick", "--results", str(tmp_path / folder)])
+        file = tmp_path / folder / "state_tracking.json"
+        assert (tmp_path / folder / "state_tracking.png").stat().st_size > 10_000
+        stored = json.loads(file.read_text())["cells"]
+        cells.append({key: cell["result"] for key, cell in stored.items()})
+    assert cells[0] == cells[1]
+    capsys.readouterr()
+    main(["--quick", "--results", str(tmp_path / "first")])
+    printed = capsys.readouterr().out
+    assert "starts" not in printed
+    assert "| Mamba-3 |" in printed
