@@ -39,8 +39,8 @@ EPOCHS = {"reset-majority": 160, "reset-rotor": 80, "reset-spinor": 80}
 WORDS, BATCH = 4096, 64
 WARMUP, PEAK, FLOOR = 100, 3e-2, 1e-4
 EPSILON, DECAY = 8.16e-8, 1e-4
-# Every element of a gradient by itself: a norm would let one steep parameter slow all others down,
-# and some seeds then stay in the first plateau.
+# Every element of a gradient by itself, as in the original: by a norm one steep parameter would
+# slow all others down.
 LARGEST_GRADIENT = 1.0
 
 

@@ -31,7 +31,7 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 FALL = 1e-2  # of the learning rate, while the sequences grow and after
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 # An angle has to become exact, but the loss vanishes as soon as all answers are sure, and a model
-# that is perfect at 160 drifts away before 256. Smoothed labels ask for the same margin everywhere.
+# that is perfect at 160 drifts away before 256. Smoothed labels keep a price on small errors.
 SMOOTHING = 0.05
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
 SOLVED = 99.5
