@@ -406,7 +406,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
-    """Call a projection; a plain one in a half type runs at the speed of float32 on any CPU."""
+    """Call a projection; a plain one in a half type runs near the speed of float32 on any CPU."""
     if is_plain(module, nn.Linear):
         return linear(x, module.weight, module.bias)  # pyright: ignore[reportArgumentType]
     return module(x)

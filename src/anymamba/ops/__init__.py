@@ -31,6 +31,7 @@ from anymamba.ops.numerics import (
     accumulate_dtype,
     clamp_dt,
     div_eps,
+    full_precision,
     heavy_tail,
     softplus,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "div_eps",
     "double_ssd_serial_recalculated",
     "extend_row",
+    "full_precision",
     "gated_product",
     "gated_rms_norm",
     "gated_tail",

@@ -13,7 +13,6 @@ runs the scan again from the true state instead. No message grows with the lengt
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from anymamba.ops import (
     TrapezoidState,
     cumulate_angles,
     cumulate_quaternions,
+    full_precision,
     selective_scan,
     ssd,
     trapezoid_scan,
@@ -224,16 +224,9 @@ def _corrected(
     incoming_bhpr = incoming_bhpr * shard.continues_b[:, None, None, None]
     c_bsmgr = shard.rows(c_bsmgr).to(incoming_bhpr.dtype)
     incoming_bgepr = incoming_bhpr.unflatten(1, (c_bsmgr.shape[3], -1))
-    with _full_precision(c_bsmgr):
+    with full_precision(c_bsmgr):
         seen_bsmgep = torch.einsum("bsmgr,bgepr->bsmgep", c_bsmgr, incoming_bgepr)
     seen_bsmhp = seen_bsmgep.flatten(3, 4)
     seen_bsmhp = shard.opening(seen_bsmhp * da_bsh.cumsum(1).exp()[:, :, None, :, None])
     y_bsmhp = (y_bsmhp.to(seen_bsmhp.dtype) + seen_bsmhp.reshape(y_bsmhp.shape)).to(y_bsmhp.dtype)
     return y_bsmhp, shard.add(ssm_bhpr, decay_bh[..., None, None] * incoming_bhpr)
-
-
-def _full_precision(x: Tensor) -> Any:
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
