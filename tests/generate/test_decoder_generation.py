@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 from anymamba.generate import generate, generate_detailed, keep_top_k, stream
 from anymamba.models import quantize_lm
@@ -53,6 +54,19 @@ def test_a_failing_callback_leaves_a_whole_token(fails_at):
     assert tokens_.ids == want[:fails_at]
     assert int(tokens_.cache.position_b[0]) == 2 + fails_at
     assert [*tokens_.ids, *tokens_] == want
+
+
+@pytest.mark.parametrize("kind", ["no weight of its own", "more rows"])
+def test_any_head_can_be_put_in(kind):
+    """The same tokens come out of a wrapped head, and of one with rows beyond the vocabulary."""
+    lm = model("mamba2")
+    want = generate(lm, [[1, 2], [3]], max_new_tokens=8)
+    head = nn.Linear(lm.lm_head.in_features, lm.lm_head.out_features + 8, bias=False)
+    with torch.no_grad():
+        head.weight[: lm.lm_head.out_features] = lm.lm_head.weight
+    lm.lm_head = head if kind == "more rows" else nn.Sequential(lm.lm_head)
+    assert generate(lm, [[1, 2], [3]], max_new_tokens=8) == want
+    assert list(stream(lm, [1, 2], max_new_tokens=8)) == want[0]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals")

@@ -133,7 +133,7 @@ class Batch:
             request.where, lm, prompts, request.cache, request.prefill_chunk, request.progress
         )
         self.logits_bw = self._real(logits_bw)
-        self._dtype, self._landing_bw = logits_bw.dtype, None
+        self._width, self._dtype, self._landing_bw = logits_bw.shape[1], logits_bw.dtype, None
         self.seen_bw = self.counts_bw = None
         if request.sampling.repetition_penalty != 1:
             self.seen_bw = torch.zeros_like(self.logits_bw, dtype=torch.bool)
@@ -163,21 +163,15 @@ class Batch:
     def feed(self) -> None:
         """Run the newest token of every row through the model."""
         newest = [row.ids[-1] for row in self.rows]
-        device = self.logits_bw.device
-        ids_b = torch.tensor(newest, device=device)
+        ids_b = torch.tensor(newest, device=self.logits_bw.device)
         # Known beforehand: an interrupt may come when the state has moved and nothing is returned.
-        self._landing_bw = torch.empty(
-            len(newest),
-            self.lm.config.padded_vocab_size,
-            dtype=torch.promote_types(self._dtype, torch.float32),
-            device=device,
-        )
+        self._landing_bw = torch.empty(len(newest), self._width, dtype=torch.float32, device="cpu")
         logits_bw, self.cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
         self.logits_bw = self._real(logits_bw)
         self._landing_bw = None
 
     def recover(self) -> None:
-        """Take the logits of a token that was interrupted after the state had moved."""
+        """Take the logits of a token that was interrupted after the decoder had moved the state."""
         if self._landing_bw is not None:
             self.logits_bw = self._real(self._landing_bw.to(self._dtype))
             self._landing_bw = None

@@ -217,34 +217,20 @@ class MambaLM(nn.Module):
             ids_b: as for `step`.
             cache: as for `step`.
             impl: as for `step`.
-            landing_bw: also receives the logits, before any other state can be seen. An interrupt
-                that arrives while the decoder runs is raised before this function returns: the
-                given cache then holds the new state, and only here are the logits to be found.
-                (batch, padded vocabulary), float32 or wider, contiguous, on the model's device.
+            landing_bw: where the decoder writes the logits. An interrupt that arrives while it
+                runs is raised before this function returns: the given cache then holds the new
+                state, and only here are the logits to be found. (batch, rows of the head), float32,
+                contiguous, on the CPU. Modules leave the given cache alone, and this too.
+
+        Raises:
+            ShapeError: the decoder cannot write into `landing_bw`.
         """
         self._check_token("MambaLM.advance", ids_b, cache, impl)
-        if landing_bw is not None:
-            self._check_landing(landing_bw, ids_b)
         if self._decodes(impl):
             logits_bw = native_step_(self, ids_b, cache, impl, landing_bw)
             if logits_bw is not None:
                 return LmStep(logits_bw, cache)
-        step = self.step(ids_b, cache, impl="portable")
-        if landing_bw is not None:
-            landing_bw.copy_(step.logits)
-        return step
-
-    def _check_landing(self, landing_bw: Tensor, ids_b: Tensor) -> None:
-        head = self.lm_head
-        own = head.dtype if isinstance(head, QuantizedLinear) else head.weight.dtype
-        shape = (ids_b.shape[0], self.config.padded_vocab_size)
-        dtype = torch.promote_types(own, torch.float32)
-        fits = tuple(landing_bw.shape) == shape and landing_bw.dtype == dtype
-        if not fits or not landing_bw.is_contiguous():
-            raise ShapeError(
-                f"MambaLM.advance: landing_bw must be contiguous {dtype} of shape {shape}; got "
-                f"{landing_bw.dtype} of shape {tuple(landing_bw.shape)}."
-            )
+        return self.step(ids_b, cache, impl="portable")
 
     def step_infinite(self, ids_b: Tensor) -> Tensor:
         """Return the limit of the logits when the same token is fed for ever; Mamba-3 only."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import settings
-from anymamba.errors import BackendError
+from anymamba.errors import BackendError, ShapeError
 from anymamba.models.decoder.layers import layer_of
 from anymamba.models.decoder.states import Binding, tensors_of
 from anymamba.models.decoder.weights import NotServed, Weights
@@ -103,13 +103,14 @@ def native_step_(
         cache: of this model; advanced in place.
         impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
             raises it.
-        landing_bw: where the kernel writes the logits; float32 (batch, padded vocabulary).
+        landing_bw: where the kernel writes the logits; a new tensor by default.
 
     Returns:
         The logits (batch, padded vocabulary), or None.
 
     Raises:
         BackendError: with impl="native", the reason.
+        ShapeError: `landing_bw` does not fit.
     """
     try:
         decoder, binding, tensors = _prepare(lm, ids_b, cache)
@@ -122,12 +123,22 @@ def native_step_(
         _tell(lm, f"modules ({reason})")
         return None
     _tell(lm, "native decoder")
-    logits_bw = landing_bw
-    if logits_bw is None:
-        logits_bw = torch.empty(binding.rows, decoder.head_rows, dtype=torch.float32, device="cpu")
+    logits_bw = _landing(landing_bw, binding.rows, decoder.head_rows)
     binding.call.run(ids_b.to(torch.int64).contiguous(), logits_bw)
     torch.autograd.graph.increment_version(tensors)
     return logits_bw if decoder.dtype == torch.float32 else logits_bw.to(decoder.dtype)
+
+
+def _landing(given_bw: Tensor | None, rows: int, entries: int) -> Tensor:
+    if given_bw is None:
+        return torch.empty(rows, entries, dtype=torch.float32, device="cpu")
+    fits = given_bw.shape == (rows, entries) and given_bw.dtype == torch.float32
+    if not fits or not given_bw.is_contiguous() or given_bw.device.type != "cpu":
+        raise ShapeError(
+            f"MambaLM.advance: landing_bw must be contiguous float32 of shape {(rows, entries)} on "
+            f"the CPU; got {given_bw.dtype} of shape {tuple(given_bw.shape)} on {given_bw.device}."
+        )
+    return given_bw
 
 
 def _prepare(
