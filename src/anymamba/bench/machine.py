@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from anymamba.ops import native_status
 from anymamba.version import __version__
 
-__all__ = ["Machine", "Rates", "Work", "describe_machine"]
+__all__ = ["Machine", "Rates", "Work", "array_to_read", "describe_machine", "read_rate"]
 
 _READ_BYTES = 256 * 2**20
 _MM_SIZES = (256, 512, 1024, 2048)
@@ -105,7 +106,7 @@ class Rates:
     def __init__(self, dtypes: Sequence[torch.dtype], read_bytes: int = _READ_BYTES) -> None:
         """Choose the sizes, and probe once."""
         self._sizes = {dtype: _product_size(dtype) for dtype in dtypes}
-        self._array = torch.ones(read_bytes // 4)
+        self._array = array_to_read(read_bytes)
         self.products: dict[torch.dtype, list[float]] = {dtype: [] for dtype in dtypes}
         self.reads: list[float] = []
         self.probe()
@@ -114,12 +115,7 @@ class Rates:
         """Measure both rates once more."""
         for dtype, size in self._sizes.items():
             self.products[dtype].append(_product_rate(dtype, size))
-        # Which reduction comes closest to the memory's own rate differs between builds of torch.
-        readers: list[Callable[[], object]] = [
-            self._array.norm,
-            self._array.view(torch.int64).sum,
-        ]
-        self.reads.append(self._array.numel() * 4 / min(_best(reader) for reader in readers))
+        self.reads.append(read_rate(self._array))
 
     def mm(self, dtype: torch.dtype) -> float:
         """Return the FLOP per second of a large matrix product."""
@@ -141,6 +137,22 @@ class Rates:
     def bandwidth(self) -> float:
         """The bytes per second of reading a large array."""
         return statistics.median(self.reads)
+
+
+def array_to_read(read_bytes: int = _READ_BYTES) -> Tensor:
+    """Return an array for `read_rate`, which is far beyond the caches unless told otherwise."""
+    return torch.ones(read_bytes // 4)
+
+
+def read_rate(array: Tensor) -> float:
+    """Return the bytes per second of reading an array, once.
+
+    Args:
+        array: float32; what `array_to_read` returned.
+    """
+    # Which reduction comes closest to the memory's own rate differs between builds of torch.
+    readers: list[Callable[[], object]] = [array.norm, array.view(torch.int64).sum]
+    return array.nbytes / min(_best(reader) for reader in readers)
 
 
 def _product_size(dtype: torch.dtype) -> int:

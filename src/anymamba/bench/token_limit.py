@@ -1,16 +1,12 @@
 """How fast a model could decode if nothing but memory counted."""
 
-import time
 from typing import NamedTuple
 
-import torch
-
+from anymamba.bench.machine import array_to_read, read_rate
 from anymamba.models import MambaLM
 from anymamba.nn import ModelCache
 
 __all__ = ["TokenLimit", "stored_bytes", "token_limit"]
-
-_READ_BYTES = 128 * 2**20
 
 
 def stored_bytes(lm: MambaLM) -> int:
@@ -57,10 +53,4 @@ def token_limit(lm: MambaLM, cache: ModelCache) -> TokenLimit:
         lm: the model.
         cache: its state; one row.
     """
-    array = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        array.sum()
-        seconds.append(time.perf_counter() - start)
-    return TokenLimit(stored_bytes(lm) + 2 * cache.nbytes, array.nbytes / min(seconds))
+    return TokenLimit(stored_bytes(lm) + 2 * cache.nbytes, read_rate(array_to_read()))
