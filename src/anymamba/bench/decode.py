@@ -8,9 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.bench.gate import error_of, reason_of
 from anymamba.bench.llama import LlamaFiles, llama_files
+from anymamba.bench.machine import array_to_read, read_rate
 from anymamba.bench.token_limit import stored_bytes
-from anymamba.models import MambaConfig, MambaLM, native_refusal, preset, quantize_lm
+from anymamba.errors import BackendError
+from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
 
 __all__ = [
     "FORMATS",
@@ -35,32 +38,41 @@ _GATE = 4
 
 
 class Decoding(NamedTuple):
-    """Seconds of one token for every row, and what had to be read for it.
+    """Seconds of one token for every row, and what had to be read for it; or why there are none.
 
     Attributes:
         model: name of the preset.
         format: of the weights.
         rows: that decode together.
-        seconds: of every token.
+        seconds: of every token; none when it was not run.
         weight_bytes: of all weights that a token reads.
         state_bytes: of the state of all rows.
+        bandwidth: bytes per second of reading a large array, in turns with the tokens.
         error: of the logits against the modules, relative to the largest.
         engine: who decodes.
+        why_not: why it was not run.
     """
 
     model: str
     format: str
     rows: int
-    seconds: list[float]
-    weight_bytes: int
-    state_bytes: int
-    error: float
+    seconds: Sequence[float] = ()
+    weight_bytes: int = 0
+    state_bytes: int = 0
+    bandwidth: float = 0.0
+    error: float = 0.0
     engine: str = OURS
+    why_not: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether the logits are those of the modules; else the time means nothing."""
+        """Whether the logits are those of the modules, or it honestly did not run."""
         return self.error <= _TOLERANCE[self.engine][self.format]
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether it ran, and rightly: else no time means anything."""
+        return bool(self.seconds) and self.ok
 
     @property
     def median(self) -> float:
@@ -83,14 +95,15 @@ class Decoding(NamedTuple):
         """What must be moved for one token of one row: weights once, the state in and out."""
         return self.weight_bytes / self.rows + 2 * self.state_bytes / self.rows
 
-    def share(self, bandwidth: float) -> float:
-        """Return the time of moving those bytes over the measured time.
+    @property
+    def share(self) -> float:
+        """The time of moving those bytes over the measured time.
 
         Example:
-            >>> Decoding("", "int8", 1, [4.0], 2, 1, 0.0).share(bandwidth=2.0)
+            >>> Decoding("", "int8", 1, [4.0], 2, 1, bandwidth=2.0).share
             0.5
         """
-        return (self.weight_bytes + 2 * self.state_bytes) / bandwidth / self.median
+        return (self.weight_bytes + 2 * self.state_bytes) / self.bandwidth / self.median
 
 
 def decode_figures(
@@ -113,34 +126,39 @@ def decode_figures(
         tell: is told what happens.
 
     Yields:
-        What was measured in turns: ours, and the peer's. Nothing where our decoder cannot run.
+        What was measured in turns: ours, and the peer's. Who cannot run says why.
     """
+    array = array_to_read()
     for name in models:
         config = (configs or {}).get(name) or preset(name)
         plain = _model(config, "float32")
         files = llama_files(plain)
         for form in formats:
             lm = plain if form == "float32" else _model(config, form)
-            if native_refusal(lm, torch.zeros(1, dtype=torch.int64)) is not None:
-                return
             for count in rows:
                 tell(f"decoding of {name}, {form}, {count} rows")
-                engines = {OURS: _our_engine(lm, count)}
-                if isinstance(files, LlamaFiles):
-                    engines[LLAMA] = _llama_engine(files, plain, form, count)
-                seconds, errors = _take_turns(engines, count, config.vocab_size, tokens)
+                engines = {
+                    OURS: _our_engine(lm, count),
+                    LLAMA: _llama_engine(files, plain, form, count),
+                }
+                started = {who: _start(engine, count) for who, engine in engines.items()}
+                seconds, bandwidth = _take_turns(started, array, tokens)
+                state_bytes = lm.empty_cache(count).nbytes
                 yield [
-                    Decoding(
+                    Decoding(name, form, count, engine=who, why_not=start)
+                    if isinstance(start, str)
+                    else Decoding(
                         name,
                         form,
                         count,
                         seconds[who],
-                        engine.weight_bytes,
-                        engines[OURS].state_bytes,
-                        errors[who],
+                        start.engine.weight_bytes,
+                        state_bytes,
+                        bandwidth,
+                        start.error,
                         who,
                     )
-                    for who, engine in engines.items()
+                    for who, start in started.items()
                 ]
 
 
@@ -150,7 +168,14 @@ class _Engine(NamedTuple):
     step: Callable[[Tensor], Tensor]
     judge: MambaLM
     weight_bytes: int
-    state_bytes: int = 0
+
+
+class _Started(NamedTuple):
+    """An engine after its first tokens: how far its logits were off, and the ids that follow."""
+
+    engine: _Engine
+    error: float
+    ids_b: Tensor
 
 
 def _model(config: MambaConfig, form: str) -> MambaLM:
@@ -161,48 +186,58 @@ def _model(config: MambaConfig, form: str) -> MambaLM:
 
 def _our_engine(lm: MambaLM, rows: int) -> _Engine:
     cache = lm.empty_cache(rows)
-    return _Engine(
-        lambda ids_b: lm.step_(ids_b, cache, impl="native"),
-        lm,
-        stored_bytes(lm),
-        cache.nbytes,
-    )
+    return _Engine(lambda ids_b: lm.step_(ids_b, cache, impl="native"), lm, stored_bytes(lm))
 
 
-def _llama_engine(files: LlamaFiles, lm: MambaLM, form: str, rows: int) -> _Engine:
-    model = files.open(form, rows=rows)
+def _llama_engine(files: LlamaFiles | str, lm: MambaLM, form: str, rows: int) -> _Engine | str:
+    if isinstance(files, str):
+        return files
+    try:
+        model = files.open(form, rows=rows)
+    except BackendError as error:
+        return reason_of(error)
     return _Engine(model.step, lm, model.weight_bytes)
 
 
-def _error(engine: _Engine, rows: int, vocabulary: int) -> tuple[float, Tensor]:
-    """Return how far the logits of a few tokens are from those of the modules, and the next ids.
+@torch.inference_mode()
+def _start(engine: _Engine | str, rows: int) -> _Started | str:
+    """Run a few tokens and compare with the modules; a sentence says why an engine cannot.
 
     A few, because the first token meets an empty state, in which no decay shows.
     """
+    if isinstance(engine, str):
+        return engine
+    vocabulary = engine.judge.config.vocab_size
     ids_bs = torch.arange(rows * _GATE).view(rows, _GATE) % vocabulary
-    want_bw = engine.judge.prefill(ids_bs, num_last_tokens=1, impl="portable").logits[:, 0].float()
-    logits_bw = [engine.step(ids_b) for ids_b in ids_bs.unbind(1)][-1].float()
-    error = float((logits_bw - want_bw).abs().max() / want_bw.abs().max())
-    return error, logits_bw[:, :vocabulary].argmax(-1)
+    want_bw = engine.judge.prefill(ids_bs, num_last_tokens=1, impl="portable").logits[:, 0]
+    try:
+        logits_bw = [engine.step(ids_b) for ids_b in ids_bs.unbind(1)][-1]
+    except BackendError as error:
+        return reason_of(error)
+    return _Started(engine, error_of([want_bw], [logits_bw]), _next_ids(engine, logits_bw))
+
+
+def _next_ids(engine: _Engine, logits_bw: Tensor) -> Tensor:
+    return logits_bw[:, : engine.judge.config.vocab_size].argmax(-1)
 
 
 @torch.inference_mode()
 def _take_turns(
-    engines: dict[str, _Engine], rows: int, vocabulary: int, tokens: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of every token of every engine, and the errors of their logits."""
-    ids: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {who: [] for who in engines}
-    for who, engine in engines.items():
-        errors[who], ids[who] = _error(engine, rows, vocabulary)
+    started: dict[str, _Started | str], array: Tensor, tokens: int
+) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of every token of every engine, and the rate of reading the array."""
+    ready = {who: start for who, start in started.items() if isinstance(start, _Started)}
+    ids = {who: start.ids_b for who, start in ready.items()}
+    seconds: dict[str, list[float]] = {who: [] for who in ready}
+    reads = [read_rate(array)]
     while any(len(times) < tokens for times in seconds.values()):
-        for who, engine in engines.items():
+        for who, (engine, _, _) in ready.items():
             # The first token of a turn brings the caches and the threads back, and is not timed.
             for place in range(-1, min(_TURN, tokens - len(seconds[who]))):
                 start = time.perf_counter()
                 logits_bw = engine.step(ids[who])
                 if place >= 0:
                     seconds[who].append(time.perf_counter() - start)
-                ids[who] = logits_bw[:, :vocabulary].argmax(-1)
-    return seconds, errors
+                ids[who] = _next_ids(engine, logits_bw)
+        reads.append(read_rate(array))
+    return seconds, statistics.median(reads)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from anymamba.bench.budget import Promise
 from anymamba.bench.decode import OURS, Decoding
-from anymamba.bench.machine import Rates
 
 __all__ = ["decode_promises"]
 
@@ -18,12 +17,11 @@ DECODE_OVER_LLAMA = {
 }
 
 
-def decode_promises(figures: Sequence[Decoding], rates: Rates) -> list[Promise]:
+def decode_promises(figures: Sequence[Decoding]) -> list[Promise]:
     """Return the lines of the budget about decoding.
 
     Args:
-        figures: measured models, formats and rows.
-        rates: of the machine.
+        figures: measured models, formats and rows; beside ours those of the peer.
     """
     found = []
     theirs = {(x.model, x.format, x.rows): x for x in figures if x.engine != OURS}
@@ -31,16 +29,18 @@ def decode_promises(figures: Sequence[Decoding], rates: Rates) -> list[Promise]:
     alone = {(x.model, x.format): x for x in figures if x.rows == 1}
     for figure in figures:
         what = f"{figure.model}, {figure.format}, decoding {figure.rows}"
-        share = figure.share(rates.bandwidth) if figure.ok else None
+        share = figure.share if figure.has_speed else None
         if figure.rows == 1:
             target = DECODE_SHARES[figure.format]
-            found.append(Promise(what, "share of the ideal", ">=", target, share))
+            found.append(Promise(what, "share of the ideal", ">=", target, share, figure.why_not))
             found.extend(_over_llama(what, figure, theirs))
         elif figure.rows == 8 and figure.format != "float32":
-            found.append(Promise(what, "share of the ideal", ">=", DECODE_SHARE_OF_EIGHT, share))
+            target = DECODE_SHARE_OF_EIGHT
+            found.append(Promise(what, "share of the ideal", ">=", target, share, figure.why_not))
         elif figure.rows == 8 and (one := alone.get((figure.model, figure.format))):
-            ratio = figure.tokens_per_second / one.tokens_per_second if figure.ok else None
-            found.append(Promise(what, "speed over one row", ">=", 4.0, ratio))
+            why_not = figure.why_not or one.why_not
+            ratio = _speed_over(figure, one)
+            found.append(Promise(what, "speed over one row", ">=", 4.0, ratio, why_not))
     return found
 
 
@@ -50,9 +50,13 @@ def _over_llama(
     for family, targets in DECODE_OVER_LLAMA.items():
         if not figure.model.startswith(family):
             continue
-        other = theirs.get((figure.model, figure.format, figure.rows))
-        ratio, why_not = None, "llama.cpp did not run beside it"
-        if other is not None and other.ok and figure.ok:
-            ratio = figure.tokens_per_second / other.tokens_per_second
+        other = theirs[figure.model, figure.format, figure.rows]
+        ratio, why_not = _speed_over(figure, other), figure.why_not or other.why_not
         target = targets[figure.format]
         yield Promise(what, "speed over llama.cpp", ">=", target, ratio, why_not)
+
+
+def _speed_over(figure: Decoding, other: Decoding) -> float | None:
+    if not (figure.has_speed and other.has_speed):
+        return None
+    return figure.tokens_per_second / other.tokens_per_second

@@ -3,6 +3,7 @@
 It is a tripwire in front of the clock; whether an implementation is right is for the tests.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from anymamba.bench.case import JUDGE, Case, Way, Ways
 from anymamba.errors import BackendError
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "error_of", "judge", "reason_of"]
 
 # Error over the largest value: rounding through a short scan, and through a stack of layers. The
 # tests hold operators to less; here a wrong formula is to be told from rounding.
@@ -60,7 +61,7 @@ def _verdict(way: Way | str, expected: Sequence[Tensor], limit: float) -> Verdic
         with way.around():
             actual = way.run()
     except BackendError as error:
-        return Verdict(None, limit, _reason(error))
+        return Verdict(None, limit, reason_of(error))
     return Verdict(error_of(expected, actual), limit)
 
 
@@ -82,8 +83,14 @@ def error_of(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
     return worst
 
 
-def _reason(error: BackendError) -> str:
-    """Return what is between the name of the operator and the advice."""
-    return (
-        str(error).partition(": ")[2].partition(". ")[0].rpartition("cannot serve this call: ")[2]
-    )
+def reason_of(error: BackendError) -> str:
+    """Return what is between the name of the operator and the advice.
+
+    Example:
+        >>> reason_of(BackendError("ssd: impl='native' cannot serve this call: no kernel. Wait."))
+        'no kernel'
+        >>> reason_of(BackendError("bench: llama.cpp could not load it."))
+        'llama.cpp could not load it'
+    """
+    text = str(error).partition(": ")[2].partition(". ")[0].removesuffix(".")
+    return re.sub("^.*cannot serve this (call|token): ", "", text)

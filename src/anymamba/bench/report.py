@@ -146,20 +146,29 @@ def _growth(report: Report) -> PlainTable:
 def _decoding(report: Report) -> PlainTable:
     rows = []
     for figure in report.decoding:
-        numbers = (
-            milliseconds(figure.median),
-            f"{figure.tail:.2f}x",
-            count(figure.tokens_per_second),
-            f"{digits(figure.bytes_per_token / 1e6)} MB",
-            percent(figure.share(report.rates.bandwidth)),
-        )
-        if not figure.ok:
-            numbers = ("WRONG", *[NOTHING] * 4)
+        # As above: an absent peer is told once, in the notes.
+        if figure.why_not and figure.engine != OURS:
+            continue
+        numbers = ("WRONG" if not figure.ok else NOTHING, *[NOTHING] * 4)
+        if figure.has_speed:
+            numbers = (
+                milliseconds(figure.median),
+                f"{figure.tail:.2f}x",
+                count(figure.tokens_per_second),
+                f"{digits(figure.bytes_per_token / 1e6)} MB",
+                percent(figure.share),
+            )
         weights = figure.format if figure.engine == OURS else LLAMA_FORMATS[figure.format]
         rows.append((figure.model, figure.engine, weights, str(figure.rows), *numbers))
     columns = ("model", "by", "weights", "rows", "time", "p99", "tokens/s", "reads", "ideal")
-    note = "p99: the slowest hundredth over the median. reads: weights / rows + twice the state."
-    return PlainTable("Decoding, random weights", columns, rows, 3, (note,))
+    note = (
+        "p99: the slowest hundredth over the median. reads: weights / rows + twice the state. "
+        "ideal: at the rate of reading memory between the tokens of the same row."
+    )
+    reasons = dict.fromkeys(
+        f"{x.engine}: {x.why_not} ({x.model})." for x in report.decoding if x.why_not
+    )
+    return PlainTable("Decoding, random weights", columns, rows, 3, (note, *reasons))
 
 
 def _memory(report: Report) -> PlainTable:

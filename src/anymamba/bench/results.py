@@ -53,7 +53,7 @@ class Report:
         """The lines of the budget that were measured."""
         return [
             *promises(self.rows, self.growth, self.threads, self.rates),
-            *decode_promises(self.decoding, self.rates),
+            *decode_promises(self.decoding),
         ]
 
     def add(self, piece: "Report") -> None:
@@ -100,25 +100,10 @@ class Report:
             "rows": [self._row(row) for row in self.rows],
             "budget": [{**promise._asdict(), "met": promise.met} for promise in self.promises],
             "memory": [{**figure._asdict(), "ok": figure.ok} for figure in self.memory],
-            "decoding": [self._decoding(figure) for figure in self.decoding],
+            "decoding": [_decoding(figure) for figure in self.decoding],
             "growth": [figure._asdict() for figure in self.growth],
             "threads": [figure._asdict() for figure in self.threads],
             "profiles": [profile._asdict() for profile in self.profiles],
-        }
-
-    def _decoding(self, figure: Decoding) -> dict[str, Any]:
-        return {
-            "model": figure.model,
-            "engine": figure.engine,
-            "format": figure.format,
-            "rows": figure.rows,
-            "ok": figure.ok,
-            "error": figure.error,
-            "seconds": figure.median,
-            "slowest_hundredth": figure.tail,
-            "tokens_per_second": figure.tokens_per_second,
-            "bytes_per_token": figure.bytes_per_token,
-            "share_of_ideal": figure.share(self.rates.bandwidth),
         }
 
     def _row(self, row: Row) -> dict[str, Any]:
@@ -131,8 +116,7 @@ class Report:
             "way": row.way,
             "note": row.note,
             "ok": row.ok,
-            # JSON has no number for infinity.
-            "error": "inf" if row.error == float("inf") else row.error,
+            "error": _finite(row.error),
             "why_not": row.why_not,
             "seconds": timing and timing.median,
             "quartiles": timing and [timing.low, timing.high],
@@ -142,3 +126,27 @@ class Report:
             "share_of_ideal": self.share_of_ideal(row),
             "over_portable": self.over_portable(row),
         }
+
+
+def _decoding(figure: Decoding) -> dict[str, Any]:
+    ran = bool(figure.seconds)
+    return {
+        "model": figure.model,
+        "engine": figure.engine,
+        "format": figure.format,
+        "rows": figure.rows,
+        "ok": figure.ok,
+        "error": _finite(figure.error) if ran else None,
+        "why_not": figure.why_not or None,
+        "seconds": figure.median if ran else None,
+        "slowest_hundredth": figure.tail if ran else None,
+        "tokens_per_second": figure.tokens_per_second if ran else None,
+        "bytes_per_token": figure.bytes_per_token if ran else None,
+        "bandwidth": figure.bandwidth if ran else None,
+        "share_of_ideal": figure.share if ran else None,
+    }
+
+
+def _finite(error: float | None) -> float | str | None:
+    """Return an error for JSON, which has no number for infinity."""
+    return "inf" if error == float("inf") else error
