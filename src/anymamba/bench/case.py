@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anymamba import settings
 from anymamba.bench.machine import Work
+from anymamba.bench.words import dtype_name
 
 __all__ = ["GROUPS", "JUDGE", "MODES", "Case", "Way", "Ways", "backward", "portable", "without"]
 
@@ -80,7 +81,7 @@ class Case:
     @property
     def title(self) -> str:
         """Name, mode and dtype."""
-        return f"{self.name}, {self.mode}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}, {self.mode}, {dtype_name(self.dtype)}"
 
 
 def portable(run: Callable[[], Sequence[Tensor]], note: str = "", *, turns: int = 0) -> Way:

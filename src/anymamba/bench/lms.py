@@ -11,9 +11,9 @@ from anymamba.bench.blocks import best_path
 from anymamba.bench.case import JUDGE, Case, Way, Ways, portable, without
 from anymamba.bench.llama import LlamaModel, llama_files
 from anymamba.bench.machine import Work
-from anymamba.bench.measure import dtype_name
 from anymamba.bench.peers import their_lm
 from anymamba.bench.portable import path_note
+from anymamba.bench.words import dtype_name
 from anymamba.models import MambaConfig, MambaLM, count_model, preset
 from anymamba.nn import Mamba
 from anymamba.ops import SsdPath

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.bench.words import dtype_name
 from anymamba.ops import native_status
 from anymamba.version import __version__
 
@@ -130,7 +131,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as plain values."""
-        products = {str(dtype).removeprefix("torch."): self.mm(dtype) for dtype in self.products}
+        products = {dtype_name(dtype): self.mm(dtype) for dtype in self.products}
         return {"mm": products, "bandwidth": self.bandwidth}
 
     @property

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from anymamba.bench.case import JUDGE, Case, Way, Ways
 from anymamba.bench.clock import Timing, interleave
 from anymamba.bench.gate import Verdict, judge
@@ -135,8 +133,3 @@ def _row(
     return Row(
         case, name, note, verdict.error, verdict.ok, why_not, timings.get(name), peak, results
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")

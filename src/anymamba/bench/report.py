@@ -6,9 +6,17 @@ from typing import NamedTuple
 from anymamba.bench.budget import Promise
 from anymamba.bench.decode import OURS
 from anymamba.bench.llama import LLAMA_FORMATS
-from anymamba.bench.measure import Row, dtype_name
+from anymamba.bench.measure import Row
 from anymamba.bench.results import Report
-from anymamba.bench.words import NOTHING, count, digits, megabytes, milliseconds, percent
+from anymamba.bench.words import (
+    NOTHING,
+    count,
+    digits,
+    dtype_name,
+    megabytes,
+    milliseconds,
+    percent,
+)
 
 __all__ = ["PlainTable", "budget_table", "tables"]
 

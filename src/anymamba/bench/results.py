@@ -9,9 +9,10 @@ from anymamba.bench.decode import Decoding
 from anymamba.bench.decode_budget import decode_promises
 from anymamba.bench.growth import Growth, Threads
 from anymamba.bench.machine import Machine, Rates
-from anymamba.bench.measure import Row, dtype_name
+from anymamba.bench.measure import Row
 from anymamba.bench.profile import Profile
 from anymamba.bench.training_memory import TrainingMemory
+from anymamba.bench.words import dtype_name
 
 __all__ = ["Report"]
 

@@ -1,6 +1,8 @@
-"""Numbers as people read them in a table."""
+"""Numbers and names as people read them in a table."""
 
-__all__ = ["NOTHING", "count", "digits", "megabytes", "milliseconds", "percent"]
+import torch
+
+__all__ = ["NOTHING", "count", "digits", "dtype_name", "megabytes", "milliseconds", "percent"]
 
 NOTHING = "-"
 
@@ -22,10 +24,7 @@ def count(number: float) -> str:
         >>> count(12.3), count(4567.0), count(1234567.0)
         ('12.3', '4.57 k', '1.23 M')
     """
-    for size, letter in ((1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{digits(number / size)}{letter}"
-    return digits(number)
+    return _in_unit(number, {1e6: (1e6, " M"), 1e3: (1e3, " k"), 0.0: (1.0, "")})
 
 
 def percent(share: float) -> str:
@@ -57,7 +56,20 @@ def megabytes(number: float) -> str:
         >>> megabytes(12345678), megabytes(1234), megabytes(12345678901)
         ('12.3 MB', '1.23 kB', '12.3 GB')
     """
-    for size, unit in ((1e9, "GB"), (1e5, "MB")):
-        if number >= size:
-            return f"{digits(number / max(size, 1e6))} {unit}"
-    return f"{digits(number / 1e3)} kB"
+    return _in_unit(number, {1e9: (1e9, " GB"), 1e5: (1e6, " MB"), 0.0: (1e3, " kB")})
+
+
+def _in_unit(number: float, units: dict[float, tuple[float, str]]) -> str:
+    """Return a number in the first unit that is meant for it; its size and name, by the least."""
+    size, name = next(unit for least, unit in units.items() if number >= least)
+    return f"{digits(number / size)}{name}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype without its library.
+
+    Example:
+        >>> dtype_name(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
