@@ -18,9 +18,8 @@ from anymamba.bench import (
     core_cases,
     fastest_path,
     growth_figures,
-    lm_cases,
+    lm_case,
     measure,
-    prefill_cases,
     profile_block,
     scan_cases,
     suite_cases,
@@ -61,12 +60,12 @@ def test_models_pass_the_gate_beside_transformers(layer):
     pytest.importorskip("transformers")
     config = MambaConfig(d_model=64, n_layer=2, vocab_size=50, ssm_cfg={"layer": layer})
     has_peer = layer != "Mamba3"
-    [case] = lm_cases("toy", 20, config)
+    case = lm_case("toy", 20, "train", config)
     rows = rows_of(case)
     assert rows["portable"].timing
     assert rows["portable"].results > 4 * 64 * 50
     assert (rows["transformers"].timing is not None) == has_peer
-    [prompt] = prefill_cases("toy", 20, config)
+    prompt = lm_case("toy", 20, "forward", config)
     rows = rows_of(prompt)
     # One row of logits, and a third of the work without the head of the tokens before.
     assert rows["portable"].results == 4 * config.padded_vocab_size
@@ -79,7 +78,7 @@ def test_a_peer_that_would_fill_the_memory_is_not_started():
     """transformers' Mamba-1 trains on short sequences only; a longer one gets the reason."""
     pytest.importorskip("transformers")
     config = MambaConfig(d_model=16, n_layer=1, vocab_size=50, ssm_cfg={"layer": "Mamba1"})
-    [case] = lm_cases("toy", 65, config)
+    case = lm_case("toy", 65, "train", config)
     ways_at = case.prepare()
     assert not isinstance(ways_at(64)["transformers"], str)
     assert "memory" in ways_at(65)["transformers"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anymamba.bench import LlamaFiles, decode_figures, has_llama, llama_files, prefill_cases
+from anymamba.bench import LlamaFiles, decode_figures, has_llama, llama_files, lm_case
 from anymamba.models import MambaConfig, MambaLM
 from kernels import NATIVE
 
@@ -94,7 +94,7 @@ def test_it_has_a_column_beside_ours(dtype):
     """Through the gate, with a time, and without a figure for memory that nobody saw."""
     from anymamba.bench import Effort, measure
 
-    [case] = prefill_cases("toy", 40, model("Mamba2").config, dtype=dtype)
+    case = lm_case("toy", 40, "forward", model("Mamba2").config, dtype=dtype)
     rows = {row.way: row for row in measure(case, Effort(0.01, 1, 1))}
     assert rows["llama.cpp"].ok, rows["llama.cpp"].error
     assert rows["llama.cpp"].timing

@@ -16,7 +16,7 @@ from anymamba.bench.decode import Decoding, decode_figures
 from anymamba.bench.decode_budget import decode_promises
 from anymamba.bench.growth import Growth, Threads, growth_figures, thread_figures
 from anymamba.bench.llama import LlamaFiles, LlamaModel, has_llama, llama_files
-from anymamba.bench.lms import PUBLISHED, lm_cases, prefill_cases
+from anymamba.bench.lms import PUBLISHED, lm_case
 from anymamba.bench.machine import Machine, Rates, Work, describe_machine
 from anymamba.bench.measure import Effort, Row, measure
 from anymamba.bench.memory import intermediate_bytes, peak_bytes, tensor_bytes
@@ -80,12 +80,11 @@ __all__ = [
     "interleaved_medians",
     "intermediate_bytes",
     "llama_files",
-    "lm_cases",
+    "lm_case",
     "measure",
     "memory_figures",
     "page",
     "peak_bytes",
-    "prefill_cases",
     "profile_block",
     "promises",
     "rates_line",

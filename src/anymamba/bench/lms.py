@@ -21,8 +21,7 @@ from anymamba.ops import SsdPath
 __all__ = [
     "PUBLISHED",
     "THEIR_LONGEST",
-    "lm_cases",
-    "prefill_cases",
+    "lm_case",
     "prompt_ids",
     "training_step",
 ]
@@ -41,42 +40,48 @@ ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
 NARROW_TRAINING = "multiplies bfloat16 at the rate above: a minute or more for one step"
 
 
-def lm_cases(
+def lm_case(
     name: str,
     length: int,
+    mode: str,
     config: MambaConfig | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-) -> list[Case]:
-    """Return the training step of a model: loss, and the gradient of every weight.
-
-    The optimiser is left out: it would be the same one on both sides.
+) -> Case:
+    """Return the case of a whole model and one sequence.
 
     Args:
         name: of a preset.
-        length: tokens of the one sequence.
+        length: tokens of the sequence.
+        mode: "forward" reads a prompt: the state, and the logits of its last token. "train" is the
+            loss and the gradient of every weight; the optimiser would be the same on both sides.
         config: another model than the preset of that name.
-        dtype: torch.bfloat16 is autocast over float32 weights.
+        dtype: of the weights; in training torch.bfloat16 is autocast over float32 weights.
     """
-    return [_case(name, length, config or preset(name), "train", dtype)]
+    chosen = config or preset(name)
+    trains = mode == "train"
+    parts = count_model(MambaLM(chosen, device="meta"), length=length).parts
+    head = sum(part.flops for part in parts if part.kind == "head")
+    body = sum(part.flops for part in parts) - head
+    flops = 3.0 * (body + head) * length if trains else float(body * length + head)
 
+    def prepare() -> Callable[[int], Ways]:
+        models = _models(chosen, dtype, trains)
+        setting = _setting(models.lm, length, dtype, mode)
+        ways = _training if trains else _reading
+        return lambda length: ways(models, setting, prompt_ids(length, chosen.vocab_size))
 
-def prefill_cases(
-    name: str,
-    length: int,
-    config: MambaConfig | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> list[Case]:
-    """Return the reading of a prompt: the state, and the logits of its last token.
-
-    Args:
-        name: of a preset.
-        length: tokens of the prompt.
-        config: another model than the preset of that name.
-        dtype: of the weights.
-    """
-    return [_case(name, length, config or preset(name), "forward", dtype)]
+    return Case(
+        group="train" if trains else "prefill",
+        name=f"{name} b1 s{length}",
+        mode=mode,
+        dtype=dtype,
+        tokens=length,
+        work=Work(flops=flops),
+        length=length,
+        gate_length=min(length, GATE),
+        prepare=prepare,
+    )
 
 
 class _Models(NamedTuple):
@@ -93,32 +98,6 @@ class _Setting(NamedTuple):
     path: SsdPath | None
     is_narrow: bool
     is_long: bool
-
-
-def _case(name: str, length: int, config: MambaConfig, mode: str, dtype: torch.dtype) -> Case:
-    trains = mode == "train"
-    parts = count_model(MambaLM(config, device="meta"), length=length).parts
-    head = sum(part.flops for part in parts if part.kind == "head")
-    body = sum(part.flops for part in parts) - head
-    flops = 3.0 * (body + head) * length if trains else float(body * length + head)
-
-    def prepare() -> Callable[[int], Ways]:
-        models = _models(config, dtype, trains)
-        setting = _setting(models.lm, length, dtype, mode)
-        ways = _training if trains else _reading
-        return lambda length: ways(models, setting, prompt_ids(length, config.vocab_size))
-
-    return Case(
-        group="train" if trains else "prefill",
-        name=f"{name} b1 s{length}",
-        mode=mode,
-        dtype=dtype,
-        tokens=length,
-        work=Work(flops=flops),
-        length=length,
-        gate_length=min(length, GATE),
-        prepare=prepare,
-    )
 
 
 # The model that was built last: cases that follow each other use the same one.

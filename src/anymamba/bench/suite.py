@@ -10,7 +10,7 @@ from anymamba.bench.blocks import LARGE, SMALL, block_cases
 from anymamba.bench.case import GROUPS, MODES, Case
 from anymamba.bench.decode import decode_figures
 from anymamba.bench.growth import growth_figures, thread_figures
-from anymamba.bench.lms import PUBLISHED, THEIR_LONGEST, lm_cases, prefill_cases
+from anymamba.bench.lms import PUBLISHED, THEIR_LONGEST, lm_case
 from anymamba.bench.machine import Rates, describe_machine
 from anymamba.bench.measure import Effort, measure
 from anymamba.bench.operators import conv_cases, core_cases, scan_cases
@@ -101,13 +101,13 @@ def suite_cases(suite: Suite) -> Iterator[Case]:
         for name in suite.models:
             for dtype in (torch.float32, narrow):
                 for length in suite.prompts:
-                    yield from prefill_cases(name, length, dtype=dtype)
+                    yield lm_case(name, length, "forward", dtype=dtype)
     if "train" in suite.groups and "train" in modes:
         for name in suite.models:
             if preset(name).layer == "Mamba1" and suite.prompts[0] > THEIR_LONGEST:
-                yield from lm_cases(name, THEIR_LONGEST)
+                yield lm_case(name, THEIR_LONGEST, "train")
             for dtype in (torch.float32, narrow):
-                yield from lm_cases(name, suite.prompts[0], dtype=dtype)
+                yield lm_case(name, suite.prompts[0], "train", dtype=dtype)
 
 
 def run_suite(
