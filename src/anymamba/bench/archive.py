@@ -108,8 +108,8 @@ _ABOUT = """\
   time on a shorter sequence. Times are medians; `+-` is half the middle half of the runs.
 - `portable`: the fastest portable path at its best chunk length, compiled kernels switched off.
   `gain`: the speed over it. `serial`: autograd over the chunks. `unbind`: a loop over tokens.
-- `transformers` and `llama.cpp` compute with the same weights: of a prompt everybody returns the
-  state and the logits of the last token.
+- `transformers` and `llama.cpp` compute with the same weights. Of a prompt everybody returns the
+  logits of the last token; we and `llama.cpp` keep the state too, `transformers` does not.
 - `train`: forward and backward; bfloat16 is autocast over float32 weights. `step`: one token per
   sequence of the batch.
 - `peak`: what torch's allocator held at most, beyond weights and inputs; it does not see llama.cpp.

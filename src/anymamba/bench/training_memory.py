@@ -67,7 +67,7 @@ def memory_figures(
     Args:
         models: names of presets.
         lengths: a short one, which tells whether a peer can do the other one too. Of Mamba-1 it is
-            at most what a peer's memory allows.
+            at most `THEIR_LONGEST`.
         configs: other models than the presets of these names.
         tell: is told what happens.
     """
