@@ -81,6 +81,49 @@ def test_autocast_decides_the_dtype(monkeypatch):
     assert [g.dtype for g in grads] == [torch.float32] * 3
 
 
+@pytest.mark.usefixtures("lacking")
+def test_few_rows_are_cast_once():
+    """Where torch multiplies, only torch casts: a second copy of a large weight costs the call."""
+    _, weight, _ = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        casts = []
+        for function in (F.linear, linear):
+            with torch.profiler.profile() as profile:
+                function(torch.ones(1, 48), weight)
+            casts.append([e.count for e in profile.key_averages() if e.key == "aten::_to_copy"])
+            torch.clear_autocast_cache()
+    assert casts == [[2], [2]]
+
+
+def test_the_result_may_be_changed_in_place(monkeypatch):
+    """As that of torch's linear layer may."""
+    monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
+    x, weight, bias = operands(torch.bfloat16)
+    expected = linear(x, weight, bias) + 1
+    torch.testing.assert_close(linear(x, weight, bias).add_(1), expected)
+
+
+@pytest.mark.parametrize(("inner", "out"), [(0, 3), (3, 0)])
+def test_an_empty_weight_is_multiplied(inner, out, monkeypatch):
+    """Nothing to add up gives zeros, and no output an empty tensor."""
+    monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
+    x, weight = torch.ones(5, inner).bfloat16(), torch.ones(out, inner).bfloat16()
+    assert torch.equal(linear(x, weight), torch.zeros(5, out).bfloat16())
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_only_what_a_gradient_needs_is_kept(frozen, monkeypatch):
+    """Inputs of a frozen weight are not held until the backward, nor is a weight without use."""
+    monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
+    x, weight, _ = leaves = operands(torch.bfloat16)
+    leaves[frozen].requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        linear(x, weight).sum().backward()
+    assert kept == [leaves[frozen].shape]
+    assert leaves[1 - frozen].grad is not None
+
+
 def test_transforms_and_the_compiler_see_a_formula(monkeypatch):
     """vmap and a traced graph give the same numbers."""
     monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)

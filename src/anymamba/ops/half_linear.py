@@ -46,42 +46,49 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor
         >>> linear(torch.ones(4, 2).bfloat16(), torch.ones(1, 2).bfloat16())[0]
         tensor([2.], dtype=torch.bfloat16)
     """
-    x_cast, weight_cast = as_autocast(x, weight_oi)
-    if x_cast.numel() < _ROWS * x_cast.shape[-1] or not _widens(x_cast, weight_cast):
+    if x.numel() < _ROWS * x.shape[-1] or not _widens(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
-    bias_o = None if bias_o is None else bias_o.to(x_cast.dtype)
+    x, weight_oi = as_autocast(x, weight_oi)
+    bias_o = None if bias_o is None else bias_o.to(x.dtype)
     with full_precision(x):
         # A compiler or a function transform sees formulas and makes of them what it can.
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             wide_bias_o = None if bias_o is None else bias_o.float()
-            y = F.linear(x_cast.float(), weight_cast.float(), wide_bias_o)
-            return y.to(x_cast.dtype)
-        return _Widened.apply(x_cast, weight_cast, bias_o)  # pyright: ignore[reportReturnType]
+            return F.linear(x.float(), weight_oi.float(), wide_bias_o).to(x.dtype)
+        return _Widened.apply(x, weight_oi, bias_o)  # pyright: ignore[reportReturnType]
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors as autocast gives them to a matrix product; unchanged where it is off."""
+    dtype = _autocast_dtype(*tensors)
+    return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
+
+
+def lacks_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has only a slow matrix product for this device and dtype."""
+    return device.type == "cpu" and not _HAS_PRODUCT.get(dtype, True)
+
+
+def _autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
+        return None
     # As in torch, autocast leaves float64 alone.
     if any(t.dtype == torch.float64 for t in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) for t in tensors)
-
-
-def lacks_product(tensor: Tensor) -> bool:
-    """Return whether torch has only a slow matrix product for this device and dtype."""
-    return tensor.device.type == "cpu" and not _HAS_PRODUCT.get(tensor.dtype, True)
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _widens(x: Tensor, weight_oi: Tensor) -> bool:
-    # A distributed tensor knows how to multiply itself.
+    # A distributed tensor knows how to multiply itself, and an empty weight has no panels.
     plain = (Tensor, torch.nn.Parameter)
-    if type(x) not in plain or type(weight_oi) not in plain or x.dtype != weight_oi.dtype:
+    if type(x) not in plain or type(weight_oi) not in plain or weight_oi.numel() == 0:
         return False
-    return lacks_product(x)
+    # Nothing is cast to find out: where torch multiplies, it casts, and keeps what it cast.
+    dtype = _autocast_dtype(x, weight_oi)
+    if dtype is None and x.dtype != weight_oi.dtype:
+        return False
+    return lacks_product(x.device, dtype or x.dtype)
 
 
 class _Widened(torch.autograd.Function):
@@ -90,12 +97,15 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
         """Multiply by one panel of the weight after the other."""
-        ctx.save_for_backward(x, weight_oi)
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight_oi if for_x else None)
         x_si = x.flatten(0, -2).float()
         out, inner = weight_oi.shape
         panel = -(-out // -(-4 * inner * out // _PANEL_BYTES))
         buffer = x_si.new_empty(x_si.shape[0] * panel)
-        y_so = x.new_empty(x_si.shape[0], out)
+        # The result itself is no view: one made in here could not be changed in place.
+        y = x.new_empty(*x.shape[:-1], out)
+        y_so = y.view(-1, out)
         for start in range(0, out, panel):
             panel_oi = weight_oi[start : start + panel].float()
             width = panel_oi.shape[0]
@@ -104,7 +114,7 @@ class _Widened(torch.autograd.Function):
             if bias_o is not None:
                 piece_so += bias_o[start : start + width]
             y_so[:, start : start + width] = piece_so
-        return y_so.view(*x.shape[:-1], out)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -102,7 +102,7 @@ def head_cross_entropy(
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (hidden_sd,))
     if kernel == "reference":
         return cross_entropy_reference(F.linear(hidden_sd, weight_wd), targets_s).sum()
-    if lacks_product(hidden_sd):
+    if lacks_product(hidden_sd.device, hidden_sd.dtype):
         hidden_sd, weight_wd = hidden_sd.float(), weight_wd.float()
     if _is_traced() or type(weight_wd) not in (Tensor, torch.nn.Parameter):
         if kernel == "native":
