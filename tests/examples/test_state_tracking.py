@@ -8,9 +8,21 @@ import torch
 
 import anymamba as am
 import state_tracking
-from formal_languages import LANGUAGES
+from formal_languages import LANGUAGES, UNASKED
 from standard_rotation import PositionRotation, rotate_by_position
-from state_tracking import LONG, ROWS, SHORT, SIZES, Size, longest_at, main, model_of, score
+from state_tracking import (
+    LONG,
+    ROWS,
+    SHORT,
+    SIZES,
+    Size,
+    after_start,
+    longest_at,
+    loss_of,
+    main,
+    model_of,
+    score,
+)
 from study import seeded
 
 
@@ -18,6 +30,34 @@ def test_the_curriculum_grows_from_short_to_long():
     lengths = [longest_at(step, 1000) for step in range(1000)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[249], lengths[750], lengths[-1]) == (SHORT, SHORT, LONG, LONG)
+
+
+def test_every_row_begins_with_a_symbol_of_its_own_that_asks_nothing():
+    language = LANGUAGES["brackets"]
+    batch = language.batch(4, 9, seeded(0))
+    tokens, answers = after_start(batch, language)
+    assert (tokens[:, 0] == language.vocabulary).all()
+    assert (answers[:, 0] == UNASKED).all()
+    assert tokens[:, 1:].equal(batch.tokens)
+    assert answers[:, 1:].equal(batch.answers)
+
+
+def test_batches_have_all_lengths_of_the_curriculum_and_about_the_same_tokens():
+    shapes = []
+
+    def model(tokens):
+        shapes.append(tuple(tokens.shape))
+        return torch.zeros(*tokens.shape, 2, requires_grad=True)
+
+    for step in range(400):
+        loss_of(model, LANGUAGES["parity"], seed=0, step=step, steps=400)
+    lengths = [length - 1 for _, length in shapes]
+    assert min(lengths) == 3
+    assert max(lengths[:100]) <= SHORT < 0.9 * LONG < max(lengths) <= LONG
+    assert all(
+        0.9 < rows * length / (64 * SHORT) <= 1
+        for (rows, _), length in zip(shapes, lengths, strict=True)
+    )
 
 
 def test_a_perfect_model_scores_100_and_a_constant_one_nothing():
