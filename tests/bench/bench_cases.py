@@ -12,7 +12,12 @@ from anymamba.bench import Case, Rates, Report, Way, Work, describe_machine
 
 
 def toy_case(
-    ways: dict[str, Any], *, mode: str = "forward", group: str = "core", name: str = "toy"
+    ways: dict[str, Any],
+    *,
+    mode: str = "forward",
+    group: str = "core",
+    name: str = "toy",
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Return a case of the given ways; the judge answers with ones, unless given."""
     everything = {"reference": Way(lambda: [torch.ones(3)]), **ways}
@@ -20,7 +25,7 @@ def toy_case(
         group=group,
         name=name,
         mode=mode,
-        dtype=torch.float32,
+        dtype=dtype,
         tokens=6,
         work=Work(flops=1000.0),
         length=5,

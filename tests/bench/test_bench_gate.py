@@ -8,8 +8,9 @@ import torch
 from bench_cases import answering, toy_case
 
 from anymamba.bench import SMALL as BLOCKS
-from anymamba.bench import Effort, Way, backward, block_cases, measure
+from anymamba.bench import Effort, Way, backward, block_cases, lm_case, measure
 from anymamba.errors import BackendError
+from anymamba.models import MambaConfig, MambaLM
 
 EFFORT = Effort(0.01, 1, 2)
 
@@ -76,6 +77,61 @@ def test_training_is_judged_by_its_gradients():
     native, portable = measure(toy_case(ways, mode="train"), EFFORT)
     assert not native.ok
     assert portable.ok
+
+
+def test_half_types_may_stray_as_far_as_the_reference_does():
+    """Both roundings are measured from float32, and twice the reference's own is allowed."""
+    ways = {
+        "exact": Way(answering(1, 1, 1)),
+        "reference": Way(answering(1, 1, 0.95)),
+        "native": Way(answering(1, 1, 1.1)),
+        "portable": Way(answering(1, 1, 1.3)),
+    }
+    near, far = measure(toy_case(ways, dtype=torch.bfloat16), EFFORT)
+    assert near.ok
+    assert near.timing
+    assert not far.ok
+    assert far.error == pytest.approx(0.3)
+
+
+def test_a_reference_without_a_result_excuses_nobody():
+    """However far it strays, half of the largest value is too far for the others."""
+    ways = {
+        "exact": Way(answering(1, 1, 1)),
+        "reference": Way(answering(1, 1, math.nan)),
+        "native": Way(answering(1, 1, math.nan)),
+        "portable": Way(answering(1, 1, 1.6)),
+    }
+    assert not any(row.ok for row in measure(toy_case(ways, dtype=torch.bfloat16), EFFORT))
+
+
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2", "Mamba3"])
+def test_a_wrong_formula_is_told_from_rounding(layer):
+    """Autocast training of a stack: a layer that forgets its skip is red, rounding is not."""
+    config = MambaConfig(d_model=64, n_layer=4, vocab_size=50, ssm_cfg={"layer": layer})
+    case = lm_case("toy", 12, "train", config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    lm = MambaLM(config)
+    weights = [weight for _, weight in sorted(lm.named_parameters())]
+    # Those of the case.
+    ids_bs = torch.randint(50, (1, 12), generator=torch.Generator().manual_seed(1))
+
+    def step() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = lm.loss(ids_bs, impl="portable")
+        return [loss, *torch.autograd.grad(loss, weights)]
+
+    def ways_at(length: int) -> dict[str, Way | str]:
+        judges = {name: case.prepare()(length)[name] for name in ("reference", "exact")}
+        return {**judges, "portable": Way(step)}
+
+    judged = dataclasses.replace(case, prepare=lambda: ways_at)
+    [rounded] = measure(judged, EFFORT)
+    assert rounded.ok, rounded
+    with torch.no_grad():
+        lm.backbone.layers[1].mixer.D.zero_()
+    [wrong] = measure(judged, EFFORT)
+    assert not wrong.ok
 
 
 def test_the_peak_contains_the_results():

@@ -17,7 +17,20 @@ from anymamba import settings
 from anymamba.bench.machine import Work
 from anymamba.bench.words import dtype_name
 
-__all__ = ["GROUPS", "JUDGE", "MODES", "Case", "Way", "Ways", "backward", "portable", "without"]
+__all__ = [
+    "EXACT",
+    "GROUPS",
+    "JUDGE",
+    "MODES",
+    "Case",
+    "Way",
+    "Ways",
+    "backward",
+    "candidates",
+    "exact",
+    "portable",
+    "without",
+]
 
 GROUPS = (
     *("core", "scan", "conv", "small", "blocks"),
@@ -25,6 +38,8 @@ GROUPS = (
 )
 MODES = ("forward", "train", "step")
 JUDGE = "reference"
+# The reference in float32, whose errors are none beside those of half types.
+EXACT = "exact"
 
 
 class Way(NamedTuple):
@@ -63,7 +78,8 @@ class Case:
         work: what cannot be avoided.
         length: of the sequence that is timed.
         gate_length: of the shorter one that the reference judges.
-        prepare: builds weights; returns the ways at a length, and the reference among them.
+        prepare: builds weights; returns the ways at a length, and the reference among them; for
+            half types also the exact one.
         inputs: bytes of the operator's inputs; 0 where nobody asks for intermediates.
     """
 
@@ -82,6 +98,21 @@ class Case:
     def title(self) -> str:
         """Name, mode and dtype."""
         return f"{self.name}, {self.mode}, {dtype_name(self.dtype)}"
+
+
+def candidates(ways: Ways) -> Ways:
+    """Return the ways that are judged and timed."""
+    return {name: way for name, way in ways.items() if name not in (JUDGE, EXACT)}
+
+
+def exact(run: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Ways:
+    """Return the exact way, for half types; float32 has no need of one.
+
+    Args:
+        run: the reference on the same numbers in float32.
+        dtype: of the case.
+    """
+    return {} if dtype == torch.float32 else {EXACT: portable(run)}
 
 
 def portable(run: Callable[[], Sequence[Tensor]], note: str = "", *, turns: int = 0) -> Way:

@@ -1,5 +1,6 @@
 """The cases of whole models: a prompt and a training step, published sizes, random weights."""
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.bench.blocks import best_path
-from anymamba.bench.case import JUDGE, Case, Way, Ways, portable, without
+from anymamba.bench.case import JUDGE, Case, Way, Ways, exact, portable, without
 from anymamba.bench.llama import LlamaModel, llama_files
 from anymamba.bench.machine import Work
 from anymamba.bench.peers import their_lm
@@ -31,12 +32,14 @@ GATE = 12
 # Runs of a whole model on two cores take seconds.
 TURNS = 2
 LONG = 1024
-# Tokens of a training step of transformers' Mamba-1. One step of mamba-130m with 256 tokens reached
-# 21 GB of resident memory and was ended by the system; why was not looked into.
+# Tokens of a training step of transformers' Mamba-1. For every token it frees gradients that are as
+# long as the sequence, and the holes between small blocks fill the heap of the C library: 21 GB for
+# mamba-130m and 256 tokens. With MALLOC_MMAP_THRESHOLD_=65536 no holes are left and 3.4 GB suffice,
+# but every block is made of new pages, and one step was not over after two minutes.
 THEIR_LONGEST = 64
 FILLS_MEMORY = (
-    "one step of its mamba-130m with 256 tokens took 21 GB of memory and was ended by the system; "
-    "64 tokens show it"
+    "one step of its mamba-130m with 256 tokens leaves 21 GB of holes in the heap, or takes minutes "
+    "where freed memory goes back at once; 64 tokens show it"
 )
 SHORTER = "takes minutes here; 256 tokens show it"
 ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
@@ -99,8 +102,12 @@ class _Setting(NamedTuple):
     """How a model is run."""
 
     path: SsdPath | None
-    is_narrow: bool
+    dtype: torch.dtype
     is_long: bool
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.dtype == torch.bfloat16
 
 
 # The model that was built last: cases that follow each other use the same one.
@@ -122,7 +129,7 @@ def _models(config: MambaConfig, dtype: torch.dtype, trains: bool) -> _Models:
 def _setting(lm: MambaLM, length: int, dtype: torch.dtype, mode: str) -> _Setting:
     is_narrow, is_long = dtype == torch.bfloat16, length > LONG
     path = None if is_narrow or is_long else best_path(_mixer(lm), 1, length, mode)
-    return _Setting(path, is_narrow, is_long)
+    return _Setting(path, dtype, is_long)
 
 
 def prompt_ids(length: int, vocabulary: int) -> Tensor:
@@ -137,6 +144,7 @@ def _training(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
     def ours(**how: Any) -> Callable[[], Sequence[Tensor]]:
         return training_step(lm, lambda: lm.loss(ids_bs, **how), autocast)
 
+    plain = training_step(lm, lambda: lm.loss(ids_bs, impl="reference"))
     theirs: Any = models.transformers
     peer: Way | str = theirs
     if setting.is_narrow and not isinstance(theirs, str):
@@ -145,7 +153,7 @@ def _training(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
         run = training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss)
         fits = not isinstance(_mixer(lm), Mamba) or ids_bs.shape[1] <= THEIR_LONGEST
         peer = Way(run, turns=TURNS) if fits else FILLS_MEMORY
-    return {**_ours(setting, ours), "transformers": peer}
+    return {**_ours(setting, ours), **exact(plain, setting.dtype), "transformers": peer}
 
 
 def _reading(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
@@ -153,6 +161,11 @@ def _reading(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
 
     def ours(**how: Any) -> Callable[[], Sequence[Tensor]]:
         return without(lambda: [lm.prefill(ids_bs, num_last_tokens=1, **how).logits])
+
+    @torch.no_grad()
+    def wide() -> Sequence[Tensor]:
+        widened = copy.deepcopy(lm).float()
+        return [widened.prefill(ids_bs, num_last_tokens=1, impl="reference").logits]
 
     theirs: Any = models.transformers
     peer: Way | str = theirs
@@ -165,7 +178,12 @@ def _reading(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
     other: Way | str = llama
     if not isinstance(llama, str):
         other = Way(lambda: [llama.read(ids_bs[0]).view(1, 1, -1)], turns=TURNS, outside=True)
-    return {**_ours(setting, ours), "transformers": peer, "llama.cpp": other}
+    return {
+        **_ours(setting, ours),
+        **exact(wide, setting.dtype),
+        "transformers": peer,
+        "llama.cpp": other,
+    }
 
 
 def _ours(setting: _Setting, ours: Callable[..., Callable[[], Sequence[Tensor]]]) -> Ways:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from anymamba.bench.case import JUDGE, Case, Way, Ways
+from anymamba.bench.case import Case, Way, Ways, candidates
 from anymamba.bench.clock import Timing, interleave
 from anymamba.bench.gate import Verdict, judge
 from anymamba.bench.machine import Work
@@ -79,7 +79,7 @@ def measure(case: Case, effort: Effort, tell: Callable[[str], None] = lambda _: 
     ways_at = case.prepare()
     verdicts = judge(case, ways_at(case.gate_length))
     tell(f"{case.title}: memory")
-    ways = {name: way for name, way in ways_at(case.length).items() if name != JUDGE}
+    ways = candidates(ways_at(case.length))
     ready = {
         name: way
         for name, way in ways.items()

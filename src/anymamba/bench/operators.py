@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.bench.case import JUDGE, Case, Way, Ways, backward, portable, without
+from anymamba.bench.case import JUDGE, Case, Way, Ways, backward, exact, portable, without
 from anymamba.bench.machine import Work
 from anymamba.bench.portable import (
     CoreSizes,
@@ -50,7 +50,7 @@ def core_cases(
         serial = next(path for path in paths if path.kind == "serial")
         inputs = inputs_of(length)
 
-        def run(**how: Any) -> Callable[[], Sequence[Tensor]]:
+        def run(inputs: Sequence[Tensor] = inputs, **how: Any) -> Callable[[], Sequence[Tensor]]:
             return _run(lambda *x: ssd_core(*x, **how), inputs, mode)
 
         return {
@@ -58,6 +58,7 @@ def core_cases(
             "portable": portable(run(impl="portable", path=fastest), path_note(fastest)),
             "serial": portable(run(impl="portable", path=serial), str(serial.chunk_len)),
             JUDGE: portable(run(impl="reference")),
+            **exact(run(_wide(inputs), impl="reference"), dtype),
         }
 
     work = Work(flops=sizes.flops)
@@ -95,7 +96,7 @@ def scan_cases(
         if dtype == torch.float32:
             loop = portable(_run(unbind_loop, inputs, mode), turns=2)
 
-        def run(impl: str) -> Callable[[], Sequence[Tensor]]:
+        def run(impl: str, inputs: Sequence[Tensor] = inputs) -> Callable[[], Sequence[Tensor]]:
             return _run(lambda *x: selective_scan(*x, impl=impl), inputs, mode)
 
         return {
@@ -103,6 +104,7 @@ def scan_cases(
             "portable": portable(run("portable")),
             "unbind": loop,
             JUDGE: portable(run("reference")),
+            **exact(run("reference", _wide(inputs)), dtype),
         }
 
     # u and dt are read, y is written; B and C are small beside them.
@@ -140,7 +142,7 @@ def conv_cases(
     def ways(mode: str, length: int) -> Ways:
         inputs = inputs_of(length)
 
-        def run(**how: Any) -> Callable[[], Sequence[Tensor]]:
+        def run(inputs: Sequence[Tensor] = inputs, **how: Any) -> Callable[[], Sequence[Tensor]]:
             return _run(
                 lambda *x: [causal_conv1d(*x, activation="silu", **how).y_bsv], inputs, mode
             )
@@ -150,6 +152,7 @@ def conv_cases(
             "portable": portable(run(impl="portable")),
             "torch": portable(_run(_torch_conv, inputs, mode), "conv1d"),
             JUDGE: portable(run(impl="reference")),
+            **exact(run(_wide(inputs), impl="reference"), dtype),
         }
 
     work = Work(flops=2.0 * s * v * k, moved=2.0 * s * v * dtype.itemsize)
@@ -159,6 +162,10 @@ def conv_cases(
         for mode in modes
         if mode != "step"
     ]
+
+
+def _wide(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.float() for x in inputs]
 
 
 def _torch_conv(x_bsv: Tensor, weight_vk: Tensor, bias_v: Tensor) -> Sequence[Tensor]:

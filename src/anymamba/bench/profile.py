@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from anymamba.bench.blocks import BlockCase, block_cases
-from anymamba.bench.case import JUDGE, Way
+from anymamba.bench.case import Way
 from anymamba.bench.memory import quiet_profiler
 from anymamba.errors import BackendError
 
@@ -40,7 +40,6 @@ def profile_block(block: BlockCase, modes: Sequence[str] = ("forward", "train"))
     found = []
     for case in block_cases("profile", block, modes):
         ways = case.prepare()(case.length)
-        ways.pop(JUDGE)
         for name in ("native", "portable"):
             way = ways[name]
             if isinstance(way, Way) and (profile := _profile(case.name, case.mode, name, way)):
