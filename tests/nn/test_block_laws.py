@@ -483,3 +483,13 @@ def test_full_weight_on_the_token_without_rotation_is_the_mamba2_update(pathway:
             for row in ("a", "lam"):
                 outcomes.grads[name][rows[row]] = 0
     assert_agree(expected, actual)
+
+
+def test_mimo_values_are_not_copied_once_more():
+    """The scan takes them as they were computed: no copy of (ranks, tokens, width) numbers."""
+    block = Mamba3(64, d_state=16, headdim=16, is_mimo=True, mimo_rank=4)
+    u_bsd = tokens(block, 1, 50)
+    with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
+        block(u_bsd)
+    copies = [event for event in profile.events() if event.name == "aten::copy_"]
+    assert [1, 50, 4, 8, 16] not in [event.input_shapes[0] for event in copies]

@@ -362,7 +362,11 @@ class Mamba3(Block[Mamba3Cache]):
     def _values(self, x_hp: Tensor) -> Tensor:
         """Spread the values over the ranks: (..., m, h, p)."""
         v_1hp = x_hp.unsqueeze(-3)
-        return (v_1hp * self.mimo_x.transpose(0, 1)).to(x_hp.dtype) if self.is_mimo else v_1hp
+        if not self.is_mimo:
+            return v_1hp
+        # The product is laid out like its factors; from a transposed one the scan would copy it.
+        spread_mhp = self.mimo_x.transpose(0, 1).contiguous()
+        return (v_1hp * spread_mhp).to(x_hp.dtype)
 
     def _scan_state(self, cache: Mamba3Cache) -> TrapezoidState:
         return TrapezoidState(cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp))
