@@ -103,7 +103,9 @@ def _with_gradients(
     compute = accumulate_dtype(hidden_sd.dtype)
     total = hidden_sd.new_zeros((), dtype=compute)
     grad_hidden_sd = hidden_sd.new_empty(hidden_sd.shape) if needs[0] else None
-    grad_weight_wd = torch.zeros_like(weight_wd, dtype=compute) if needs[1] else None
+    grad_weight_wd = torch.empty_like(weight_wd, dtype=compute) if needs[1] else None
+    if grad_weight_wd is not None and hidden_sd.shape[0] == 0:
+        grad_weight_wd.zero_()
     buffer_sw = _buffer(hidden_sd, weight_wd, rows)
     for start in range(0, hidden_sd.shape[0], rows):
         piece_sd = hidden_sd[start : start + rows]
@@ -113,8 +115,12 @@ def _with_gradients(
             torch.mm(logits_sw, weight_wd, out=grad_hidden_sd[start : start + rows])
         if grad_weight_wd is None:
             continue
+        # The first piece writes: clearing as much memory as the weight has costs a tenth of a step.
+        is_first = start == 0
         if compute == logits_sw.dtype:
-            grad_weight_wd.addmm_(logits_sw.T, piece_sd)
+            grad_weight_wd.addmm_(logits_sw.T, piece_sd, beta=0 if is_first else 1)
+        elif is_first:
+            grad_weight_wd.copy_(logits_sw.T @ piece_sd)
         else:
             grad_weight_wd += logits_sw.T @ piece_sd
     if grad_weight_wd is not None:
