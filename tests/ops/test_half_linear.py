@@ -150,3 +150,29 @@ def test_a_hooked_or_replaced_projection_is_called_as_a_module():
     layer.register_forward_hook(lambda module, inputs, output: output + 1)
     torch.testing.assert_close(project(layer, x), layer(x))
     assert project(nn.Identity(), x) is x
+
+
+def test_float32_weights_are_not_rounded(monkeypatch):
+    """Under autocast only activations have the half type: not the weight, nor its gradient."""
+    monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
+    x, weight, bias = leaves = operands(torch.float32)
+    exact = wide([x.bfloat16(), weight, bias])
+    expected = F.linear(*exact)
+    head = torch.linspace(-1, 1, expected.numel()).view(expected.shape).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = linear(*leaves)
+    assert (actual == expected.bfloat16()).float().mean() > 0.99
+    [found] = torch.autograd.grad(actual, weight, head)
+    [wanted] = torch.autograd.grad(expected, exact[1], head.double())
+    assert float((wanted - found).abs().max()) <= 1e-6 * float(wanted.abs().max())
+
+
+def test_autocast_copies_no_weight(monkeypatch):
+    """What waits for the backward is the parameter itself."""
+    monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
+    x, weight, bias = operands(torch.float32)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight, bias)
+    assert [t.data_ptr() for t in kept if t.shape == weight.shape] == [weight.data_ptr()]

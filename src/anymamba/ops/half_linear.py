@@ -2,7 +2,9 @@
 
 Without bfloat16 instructions torch multiplies half types ten to thirty times more slowly than
 float32. There the operands are widened: products and sums are those of float32, and the result is
-rounded once. Weights are widened panel by panel, so that no second copy of them is ever held.
+rounded once. Weights are widened panel by panel, so that no second copy of them is ever held. Under
+autocast weights are float32 already: they are multiplied as they are, and so are their gradients
+left, because rounding them would take time and buy nothing.
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from anymamba.ops.numerics import full_precision
 
-__all__ = ["as_autocast", "lacks_product", "linear"]
+__all__ = ["as_autocast", "for_product", "is_traced", "linear"]
 
 # Below this many rows torch's product of a half matrix and a vector reads fewer bytes.
 _ROWS = 4
@@ -48,20 +50,42 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor
     """
     if x.numel() < _ROWS * x.shape[-1] or not _widens(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
-    x, weight_oi = as_autocast(x, weight_oi)
-    bias_o = None if bias_o is None else bias_o.to(x.dtype)
+    narrow = _autocast_dtype(x, weight_oi) or x.dtype
+    x = x.to(narrow)
     with full_precision(x):
-        # A compiler or a function transform sees formulas and makes of them what it can.
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if is_traced():
             wide_bias_o = None if bias_o is None else bias_o.float()
-            return F.linear(x.float(), weight_oi.float(), wide_bias_o).to(x.dtype)
-        return _Widened.apply(x, weight_oi, bias_o)  # pyright: ignore[reportReturnType]
+            return F.linear(x.float(), weight_oi.float(), wide_bias_o).to(narrow)
+        return _Widened.apply(x, weight_oi, bias_o, narrow)  # pyright: ignore[reportReturnType]
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors as autocast gives them to a matrix product; unchanged where it is off."""
     dtype = _autocast_dtype(*tensors)
     return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
+
+
+def for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as autocast gives them to a matrix product, or in float32.
+
+    The latter where the device has no product for what autocast wants: nothing is rounded first.
+
+    Example:
+        >>> for_product(torch.ones(2))[0].dtype
+        torch.float32
+    """
+    narrow = _autocast_dtype(*tensors)
+    # Tensors of different dtypes are for the caller to refuse.
+    if narrow is None and len({t.dtype for t in tensors}) == 1:
+        narrow = tensors[0].dtype
+    if narrow is None or not lacks_product(tensors[0].device, narrow):
+        return as_autocast(*tensors)
+    return tuple(t.float() for t in tensors)
+
+
+def is_traced() -> bool:
+    """Return whether a compiler or a function transform looks on, which wants to see formulas."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def lacks_product(device: torch.device, dtype: torch.dtype) -> bool:
@@ -95,36 +119,54 @@ class _Widened(torch.autograd.Function):
     """`x @ weight^T + bias` in float32, rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
-        """Multiply by one panel of the weight after the other."""
-        for_x, for_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None, result: torch.dtype
+    ) -> Tensor:
+        """Multiply by one panel of the weight after the other.
+
+        Args:
+            ctx: keeps what the gradients need, in the dtypes in which it was given.
+            x: float32 or a half type, as the weight and the bias.
+            weight_oi: one row per output.
+            bias_o: is added to the float32 product.
+            result: dtype of what is returned.
+        """
+        for_x, for_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if for_weight else None, weight_oi if for_x else None)
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight_oi.dtype
         x_si = x.flatten(0, -2).float()
         out, inner = weight_oi.shape
-        panel = -(-out // -(-4 * inner * out // _PANEL_BYTES))
-        buffer = x_si.new_empty(x_si.shape[0] * panel)
+        is_wide = result == torch.float32
+        panel = out
+        if weight_oi.dtype != torch.float32:
+            panel = -(-out // -(-4 * inner * out // _PANEL_BYTES))
         # The result itself is no view: one made in here could not be changed in place.
-        y = x.new_empty(*x.shape[:-1], out)
+        y = x.new_empty(*x.shape[:-1], out, dtype=result)
         y_so = y.view(-1, out)
+        buffer = x_si.new_empty(0 if is_wide else x_si.shape[0] * panel)
         for start in range(0, out, panel):
             panel_oi = weight_oi[start : start + panel].float()
             width = panel_oi.shape[0]
-            piece_so = buffer[: x_si.shape[0] * width].view(-1, width)
+            target_so = y_so[:, start : start + width]
+            piece_so = target_so if is_wide else buffer[: x_si.shape[0] * width].view(-1, width)
             torch.mm(x_si, panel_oi.T, out=piece_so)
             if bias_o is not None:
                 piece_so += bias_o[start : start + width]
-            y_so[:, start : start + width] = piece_so
+            if not is_wide:
+                target_so.copy_(piece_so)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Gradients are products of the same kind, so they can be differentiated again."""
         x, weight_oi = ctx.saved_tensors
+        grad_so = grad.flatten(0, -2)
         grad_x = grad_weight_oi = grad_bias_o = None
         if ctx.needs_input_grad[0]:
-            grad_x = linear(grad, weight_oi.T)
+            grad_x = _Widened.apply(grad, weight_oi.T, None, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight_oi = linear(grad.flatten(0, -2).T, x.flatten(0, -2).T)
+            x_is = x.flatten(0, -2).T
+            grad_weight_oi = _Widened.apply(grad_so.T, x_is, None, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias_o = grad.flatten(0, -2).sum(0)
-        return grad_x, grad_weight_oi, grad_bias_o
+            grad_bias_o = grad_so.sum(0)
+        return grad_x, grad_weight_oi, grad_bias_o, None

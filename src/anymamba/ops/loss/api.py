@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymamba.errors import BackendError, ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
-from anymamba.ops.half_linear import as_autocast, lacks_product
+from anymamba.ops.half_linear import as_autocast, for_product, is_traced
 from anymamba.ops.loss.head import HeadLoss, checkpointed_loss, sum_of_losses
 from anymamba.ops.loss.reference import cross_entropy_reference
 from anymamba.ops.loss.schema import CROSS_ENTROPY_ROWS
@@ -95,16 +95,15 @@ def head_cross_entropy(
         )
     if rows < 1:
         raise ConfigError(f"{where}: rows must be positive; got {rows}.")
-    hidden_sd, weight_wd = as_autocast(hidden_sd, weight_wd)
+    convert = as_autocast if impl == "reference" else for_product
+    hidden_sd, weight_wd = convert(hidden_sd, weight_wd)
     check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
     _check_targets(where, targets_s, hidden_sd, weight_wd.shape[0])
     guard(where, hidden=hidden_sd, weight=weight_wd)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (hidden_sd,))
     if kernel == "reference":
         return cross_entropy_reference(F.linear(hidden_sd, weight_wd), targets_s).sum()
-    if lacks_product(hidden_sd.device, hidden_sd.dtype):
-        hidden_sd, weight_wd = hidden_sd.float(), weight_wd.float()
-    if _is_traced() or type(weight_wd) not in (Tensor, torch.nn.Parameter):
+    if is_traced() or type(weight_wd) not in (Tensor, torch.nn.Parameter):
         if kernel == "native":
             raise BackendError(
                 f"{where}: impl='native' cannot serve this call: compilers, transforms and "
@@ -116,11 +115,6 @@ def head_cross_entropy(
             hidden_sd, weight_wd, targets_s, rows, kernel
         )
     return sum_of_losses(hidden_sd, weight_wd, targets_s, rows, kernel)
-
-
-def _is_traced() -> bool:
-    # A compiler or a function transform sees formulas and makes of them what it can.
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _check_targets(where: str, targets_s: Tensor, like: Tensor, entries: int) -> None:
@@ -136,5 +130,5 @@ def _check_targets(where: str, targets_s: Tensor, like: Tensor, entries: int) ->
         raise ShapeError(
             f"{where}: targets must have one entry per row ({rows},); got {tuple(targets_s.shape)}."
         )
-    if not _is_traced() and targets_s.device.type != "meta":
+    if not is_traced() and targets_s.device.type != "meta":
         check_entries(where, targets_s, entries)
