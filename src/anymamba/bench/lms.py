@@ -38,8 +38,8 @@ LONG = 1024
 # but every block is made of new pages, and one step was not over after two minutes.
 THEIR_LONGEST = 64
 FILLS_MEMORY = (
-    "one step of its mamba-130m with 256 tokens leaves 21 GB of holes in the heap, or takes minutes "
-    "where freed memory goes back at once; 64 tokens show it"
+    "one step of its mamba-130m with 256 tokens fills 21 GB of memory with holes in the heap, or "
+    "takes minutes where freed blocks go back at once; 64 tokens show it"
 )
 SHORTER = "takes minutes here; 256 tokens show it"
 ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"

@@ -115,7 +115,7 @@ def _with_gradients(
             torch.mm(logits_sw, weight_wd, out=grad_hidden_sd[start : start + rows])
         if grad_weight_wd is None:
             continue
-        # The first piece writes: clearing as much memory as the weight has costs a tenth of a step.
+        # The first piece writes: clearing as many numbers as the weight has is up to 5% of a step.
         is_first = start == 0
         if compute == logits_sw.dtype:
             grad_weight_wd.addmm_(logits_sw.T, piece_sd, beta=0 if is_first else 1)
