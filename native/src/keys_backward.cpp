@@ -241,7 +241,9 @@ int64_t backward(const anymamba_call &call) {
     const Planes planes(shape);
     const KeyInputs in(call.tensors + kKeyKinds + 1);
     const Gradients grad(call.tensors, call.tensors + kKeyKinds + 1 + kKeyInputs);
-    const int64_t tiles = shape.batch * shape.tiles, parts = smaller(tiles, kMostParts);
+    // One part even of no tokens: the parameters then receive its zeros.
+    const int64_t tiles = shape.batch * shape.tiles;
+    const int64_t parts = larger(1, smaller(tiles, kMostParts));
     Carver carver{static_cast<char *>(call.workspace)};
     const KeyParameters parameters(carver, shape, planes);
     Carver measure{nullptr};

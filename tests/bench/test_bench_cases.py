@@ -183,8 +183,9 @@ def test_growth_is_per_token_and_threads_are_restored():
         torch.set_num_threads(1)
         assert thread_figures(16, **sizes) == []
         torch.set_num_threads(2)
-        found = thread_figures(16, ["forward"], **sizes)
+        found = thread_figures(16, ["forward"], mm_size=32, **sizes)
         assert [sorted(f.seconds) for f in found] == [[1, 2]] * 2
+        assert all(sorted(f.mm_seconds) == [1, 2] and f.mm_speedup > 0 for f in found)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

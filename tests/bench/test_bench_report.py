@@ -164,7 +164,7 @@ def test_prompts_are_judged_at_the_longest_only():
 def test_flatness_and_threads_are_in_the_budget():
     """Ten percent over the lengths, 1.7 from two threads."""
     growth = [Growth("core", "forward", "native", {1024: 0.9, 65536: 1.1})]
-    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0})]
+    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0}, {1: 3.2, 2: 2.0})]
     found = budget_of([], growth, threads)
     flat = found["core, forward (native)", "time per token, deviation over lengths"]
     assert flat.reached == pytest.approx(0.1)
@@ -196,7 +196,7 @@ def full_report():
     rows.append(row("SSD", "train", "portable", 1234.0)._replace(note="a|b"))
     rows.append(row("SSD", "train", "serial", 2.0))
     growth = [Growth("core", "forward", "native", {1024: 1e-6, 2048: 1.2e-6})]
-    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0})]
+    threads = [Threads("core", "forward", "native", {1: 3.0, 2: 2.0}, {1: 3.2, 2: 2.0})]
     return tiny_report(rows=rows, growth=growth, threads=threads)
 
 
@@ -212,6 +212,7 @@ def test_the_page_names_the_machine_and_holds_every_number():
     assert "1 ms | 0% | 6 k | 2.5 MB |" in line
     assert line.endswith("| 4x |")
     assert "| SSD | forward | 1 | 4 | 5 |" in text
+    assert "| 3000 ms | 2000 ms | 1.50x | 1.60x |" in text
     assert "1234000" in text
     widths = {
         line.replace("\\|", "").count("|")

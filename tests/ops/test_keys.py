@@ -4,7 +4,14 @@ import pytest
 import torch
 from keys_cases import BORDERS, KINDS, keys, make
 
-from anymamba.errors import BackendError, ConfigError, DtypeError, PackingError, ShapeError
+from anymamba.errors import (
+    BackendError,
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    PackingError,
+    ShapeError,
+)
 from anymamba.ops.keys import keys_by_angle, keys_by_quaternion
 from anymamba.ops.keys.schema import KEYS_BY_ANGLE, KEYS_BY_QUATERNION
 from kernels import EVERY_KIND, NATIVE, dtype_of, is_native, running
@@ -191,7 +198,7 @@ def test_rejects_more_turning_units_than_fit(kind):
 
 @KEYS
 def test_rejects_what_does_not_fit(kind):
-    """Borders, groups, eps, dtypes and names are checked at the door."""
+    """Borders, groups, eps, dtypes, devices and names are checked at the door."""
     tensors = make(kind, length=4)
     run = keys(kind, "auto", cu_seqlens=torch.tensor([0, 3]))
     with pytest.raises(PackingError, match="end at the sequence length 4"):
@@ -206,6 +213,10 @@ def test_rejects_what_does_not_fit(kind):
         keys(kind, "fast")(*tensors)
     with pytest.raises(DtypeError, match="c must have the dtype of b"):
         keys(kind, "auto")(tensors[0], tensors[1].float(), *tensors[2:])
+    for place, name in ((2, "b_weight"), (3, "c_weight"), (4, "b_bias")):
+        elsewhere = [x.to("meta") if at == place else x for at, x in enumerate(tensors)]
+        with pytest.raises(DeviceError, match=f"{name} must be on the device of b"):
+            keys(kind, "auto")(*elsewhere)
     with pytest.raises(BackendError, match="impl='native' cannot serve this call"):
         keys(kind, "native")(*tensors)
 

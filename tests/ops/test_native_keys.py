@@ -79,6 +79,18 @@ def test_every_element_is_written(packed, kind, native):
 
 @ON_EVERY_SET
 @KEYS
+@pytest.mark.parametrize("sizes", [{"length": 0}, {"batch": 0}])
+def test_no_tokens_give_parameters_no_gradient(sizes, kind, native):
+    """Weights and biases receive zeros where no token, or no row, is there to send anything."""
+    tensors = make(kind, rank=2, **sizes, dtype=torch.float32)
+    with running(native):
+        results = run(kind, tensors)
+    for name, grad in zip(GRADS[2:6], results[5:9], strict=True):
+        assert not grad.any(), name
+
+
+@ON_EVERY_SET
+@KEYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_views_equal_their_copies(dtype, kind, native):
     """Slices of a wide projection and transposed parameters give the bits of a copy."""

@@ -145,6 +145,8 @@ def test_product_equals_reference(dtype):
     both = randn(2, 5, 14, seed=1, dtype=dtype)
     assert_ways_agree(way("reference"), way("auto"), [both])
     assert_ways_agree(way("reference"), way("auto"), [both[0, 0]])
+    for empty in (both[..., :0], both[:0], both[0, 0, :0]):
+        assert_ways_agree(way("reference"), way("auto"), [empty])
 
 
 def test_product_transforms_and_schemas():

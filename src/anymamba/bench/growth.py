@@ -1,5 +1,6 @@
 """How time grows with the length of the sequence, and what a second thread brings."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,17 +41,36 @@ class Growth(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """Seconds by number of threads."""
+    """Seconds by number of threads, and those of a large matrix product in the same turns.
+
+    The product says what a second thread brings on this machine at this moment: the cores of a
+    rented machine share their clock and their multipliers with others.
+    """
 
     name: str
     mode: str
     impl: str
     seconds: dict[int, float]
+    mm_seconds: dict[int, float]
 
     @property
     def speedup(self) -> float:
         """One thread's time over that of the most threads."""
-        return self.seconds[1] / self.seconds[max(self.seconds)]
+        return _gain(self.seconds)
+
+    @property
+    def mm_speedup(self) -> float:
+        """The same of the matrix product.
+
+        Example:
+            >>> Threads("", "", "", {1: 3.0, 2: 2.0}, {1: 3.2, 2: 2.0}).mm_speedup
+            1.6
+        """
+        return _gain(self.mm_seconds)
+
+
+def _gain(seconds: dict[int, float]) -> float:
+    return seconds[1] / seconds[max(seconds)]
 
 
 def growth_figures(
@@ -83,13 +103,14 @@ def growth_figures(
 
 
 def thread_figures(
-    length: int, modes: Sequence[str] = ("forward", "train"), **sizes: int
+    length: int, modes: Sequence[str] = ("forward", "train"), *, mm_size: int = 1024, **sizes: int
 ) -> list[Threads]:
     """Measure SSD core (one group) and selective scan on one thread and on all of them.
 
     Args:
         length: of the sequence.
         modes: any of "forward" and "train".
+        mm_size: rows of the matrices whose product runs in turns with them.
         **sizes: as in `growth_figures`.
 
     Returns:
@@ -99,19 +120,27 @@ def thread_figures(
     found: list[Threads] = []
     if most == 1:
         return found
+    square = torch.ones(mm_size, mm_size)
     for name, make in _operators(**sizes).items():
         for mode in modes:
             run, impl = make(length, mode)
-            run()
-            timings = interleave(
-                {"1": run, str(most): run},
-                seconds=1.0,
-                least=5,
-                around={"1": lambda: _threads(1), str(most): lambda: _threads(most)},
-            )
-            seconds = {int(count): timing.median for count, timing in timings.items()}
-            found.append(Threads(name, mode, impl, seconds))
+            runs = {"operator": run, "mm": lambda: square @ square}
+            seconds = _by_threads(runs, (1, most))
+            found.append(Threads(name, mode, impl, seconds["operator"], seconds["mm"]))
     return found
+
+
+def _by_threads(
+    runs: dict[str, Callable[[], object]], counts: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    functions, around = {}, {}
+    for name, run in runs.items():
+        run()
+        for count in counts:
+            functions[f"{name} {count}"] = run
+            around[f"{name} {count}"] = functools.partial(_threads, count)
+    timings = interleave(functions, seconds=1.0, least=5, around=around)
+    return {name: {n: timings[f"{name} {n}"].median for n in counts} for name in runs}
 
 
 @contextmanager

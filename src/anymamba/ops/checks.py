@@ -7,7 +7,14 @@ from anymamba import settings
 from anymamba.errors import ConfigError, DeviceError, DtypeError, NonFiniteError
 from anymamba.ops.numerics import accumulate_dtype
 
-__all__ = ["check_floats", "check_groups", "check_impl", "check_one_precision", "guard"]
+__all__ = [
+    "check_device",
+    "check_floats",
+    "check_groups",
+    "check_impl",
+    "check_one_precision",
+    "guard",
+]
 
 IMPLS = ("auto", "portable", "native", "reference")
 
@@ -44,12 +51,18 @@ def check_floats(
                 f"got {tensor.dtype}. Cast it with .to({compute})."
             )
     for name, tensor in (activations | (accumulators or {})).items():
-        if tensor is not None and tensor.device != first.device:
-            raise DeviceError(
-                f"{where}: {name} must be on the device of {first_name} ({first.device}); "
-                f"got {tensor.device}. Move it with .to({str(first.device)!r})."
-            )
+        if tensor is not None:
+            check_device(where, name, tensor, first_name, first)
     return compute
+
+
+def check_device(where: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that a tensor is on the device of another one."""
+    if tensor.device != other.device:
+        raise DeviceError(
+            f"{where}: {name} must be on the device of {other_name} ({other.device}); "
+            f"got {tensor.device}. Move it with .to({str(other.device)!r})."
+        )
 
 
 def _compute_dtype(where: str, name: str, tensor: Tensor) -> torch.dtype:
@@ -117,9 +130,5 @@ def check_one_precision(where: str, **tensors: Tensor | None) -> torch.dtype:
                 f"{where}: {name} ({tensor.dtype}) must accumulate in {compute} like "
                 f"{first_name} ({first.dtype}). Cast one of them with .to()."
             )
-        if tensor.device != first.device:
-            raise DeviceError(
-                f"{where}: {name} must be on the device of {first_name} ({first.device}); "
-                f"got {tensor.device}. Move it with .to({str(first.device)!r})."
-            )
+        check_device(where, name, tensor, first_name, first)
     return compute

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anymamba.ops.native import check_storage, run_kernel
+from anymamba.ops.native import check_storage, new_tensor, run_kernel
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -23,7 +23,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the outputs and the last windows."""
     inputs = _inputs(x_bsv, window_bvk, weight_vk, bias_v, cu_seqlens)
-    y_bsv, last_bvk = x_bsv.new_empty(x_bsv.shape), window_bvk.new_empty(window_bvk.shape)
+    y_bsv, last_bvk = new_tensor(x_bsv, x_bsv.shape), window_bvk.new_empty(window_bvk.shape)
     run_kernel("conv_forward", (*inputs, y_bsv, last_bvk), _sizes(x_bsv, window_bvk, silu))
     return y_bsv, last_bvk
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
 from anymamba.notation import Dims, bind_dims
 from anymamba.ops.boundary import Operator
-from anymamba.ops.checks import check_floats, check_groups, guard
+from anymamba.ops.checks import check_device, check_floats, check_groups, guard
 from anymamba.ops.keys.reference import by_angle_reference, by_quaternion_reference
 from anymamba.ops.keys.schema import KEYS_BY_ANGLE, KEYS_BY_QUATERNION
 from anymamba.ops.packing import packing
@@ -71,6 +71,7 @@ def keys_by_angle(
     Raises:
         ShapeError: sizes disagree.
         DtypeError: the dtypes are not those of activations and their accumulators.
+        DeviceError: arguments live on different devices.
         ConfigError: groups do not divide heads, or a choice is unknown.
         PackingError: the borders do not describe the row.
         BackendError: `impl` cannot serve the call.
@@ -106,7 +107,7 @@ def keys_by_angle(
             "initial": initial_bha,
         },
     )
-    _check_weights(where, b_weight_r, c_weight_r, eps, compute)
+    _check_weights(where, b_bsmgr, b_weight_r, c_weight_r, eps, compute)
     borders = _borders(where, cu_seqlens, dims, b_bsmgr)
     rate_bsa, dt_bsh = rate_bsa.to(compute), dt_bsh.to(compute)
     initial_bha = initial_bha.to(compute)
@@ -176,6 +177,7 @@ def keys_by_quaternion(
     Raises:
         ShapeError: sizes disagree.
         DtypeError: the dtypes are not those of activations and their accumulators.
+        DeviceError: arguments live on different devices.
         ConfigError: groups do not divide heads, or a choice is unknown.
         PackingError: the borders do not describe the row.
         BackendError: `impl` cannot serve the call.
@@ -195,7 +197,7 @@ def keys_by_quaternion(
         {"b": b_bsmgr, "c": c_bsmgr, "raw": raw_bshj3},
         {"b_bias": b_bias_hmr, "c_bias": c_bias_hmr, "dt": dt_bsh, "initial": initial_bhj4},
     )
-    _check_weights(where, b_weight_r, c_weight_r, eps, compute)
+    _check_weights(where, b_bsmgr, b_weight_r, c_weight_r, eps, compute)
     borders = _borders(where, cu_seqlens, dims, b_bsmgr)
     dt_bsh, initial_bhj4 = dt_bsh.to(compute), initial_bhj4.to(compute)
     guard(where, b=b_bsmgr, c=c_bsmgr, raw=raw_bshj3, dt=dt_bsh, initial=initial_bhj4)
@@ -244,6 +246,7 @@ def _check_width(where: str, dims: Dims, parts: int, count: int, turns: bool) ->
 
 def _check_weights(
     where: str,
+    b_bsmgr: Tensor,
     b_weight_r: Tensor,
     c_weight_r: Tensor,
     eps: tuple[float, float],
@@ -252,6 +255,7 @@ def _check_weights(
     for name, weight_r in (("b_weight", b_weight_r), ("c_weight", c_weight_r)):
         if not weight_r.is_floating_point():
             raise DtypeError(f"{where}: {name} must be floating point; got {weight_r.dtype}.")
+        check_device(where, name, weight_r, "b", b_bsmgr)
     for small in eps:
         if not small >= torch.finfo(compute).tiny:
             raise ConfigError(

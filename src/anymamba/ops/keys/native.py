@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.ops.native import Kernel, check_storage, run_kernel
+from anymamba.ops.native import Kernel, check_storage, new_tensor, run_kernel
 
 __all__ = ["BY_ANGLE", "BY_QUATERNION"]
 
@@ -36,9 +36,10 @@ def _forward(
 ) -> Tensors:
     b_bsmgr, dt_bsh, initial = tensors[0], tensors[7], tensors[8]
     b, s, m, _, r = b_bsmgr.shape
+    shape = (b, s, m, dt_bsh.shape[2], r)
     outputs = (
-        b_bsmgr.new_empty(b, s, m, dt_bsh.shape[2], r),
-        b_bsmgr.new_empty(b, s, m, dt_bsh.shape[2], r),
+        new_tensor(b_bsmgr, shape),
+        new_tensor(b_bsmgr, shape),
         initial.new_empty(initial.shape),
     )
     run_kernel(_FORWARD, (*_inputs(tensors, cu_seqlens), *outputs), sizes(tensors))
@@ -49,7 +50,7 @@ def _backward(
     *tensors: Tensor, cu_seqlens: Tensor | None, sizes: Callable[..., list[int]]
 ) -> Tensors:
     given, tensors = tensors[:3], tensors[3:]
-    grads = tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+    grads = tuple(new_tensor(tensor, tensor.shape) for tensor in tensors)
     given = tuple(grad.contiguous() for grad in given)
     run_kernel(_BACKWARD, (*given, *_inputs(tensors, cu_seqlens), *grads), sizes(tensors))
     return grads

@@ -6,6 +6,10 @@ fault of its own: a sixth of the SSD core's forward, and a third of the selectiv
 backward, in a trial with 65,536 tokens on two cores. Linux gives pages of 2 MB to
 those who ask (`madvise`); the numbers are the same.
 
+Smaller tensors come from the heap, where memory that was used before keeps its pages. For them the
+reader gains: the next kernel takes rows that lie a page or more apart, and looks up fewer pages.
+The scan of a Mamba-3 block, which reads keys and queries so, is up to a tenth faster.
+
 The threads of a kernel walk along time side by side and would all meet a new page at once: each
 fills one of its own, and all but one are thrown away. So the pages are first touched in turn, each
 thread a stretch of its own.
@@ -23,6 +27,8 @@ from anymamba.ops.native.threads import kernel_threads
 
 __all__ = ["new_tensor"]
 
+# From here on a tensor has a large page of its own wherever it begins.
+_HAS_LARGE_PAGES = 4 << 20
 _ALWAYS_NEW = 32 << 20
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
@@ -38,13 +44,13 @@ def new_tensor(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = N
         torch.Size([3, 4])
     """
     tensor = like.new_empty(shape, dtype=dtype or like.dtype)
-    if tensor.nbytes < _ALWAYS_NEW or (advise := _madvise()) is None:
+    if tensor.nbytes < _HAS_LARGE_PAGES or (advise := _madvise()) is None:
         return tensor
     # Whole pages only. A refusal (a kernel without large pages) leaves small ones, which serve.
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
     stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
     advise(start, stop - start, _MADV_HUGEPAGE)
-    if kernel_threads() > 1:
+    if tensor.nbytes >= _ALWAYS_NEW and kernel_threads() > 1:
         tensor.view(-1).view(torch.uint8)[::_BETWEEN_TOUCHES].zero_()
     return tensor
 

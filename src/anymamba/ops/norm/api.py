@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.errors import ConfigError, DeviceError, DtypeError, ShapeError
-from anymamba.ops.checks import check_floats, guard
+from anymamba.errors import ConfigError, DtypeError, ShapeError
+from anymamba.ops.checks import check_device, check_floats, guard
 from anymamba.ops.norm.blocked import GATED_RMS_NORM, RMS_NORM, gated_norm, norm
 from anymamba.ops.norm.reference import gated_rms_norm_reference, rms_norm_reference
 from anymamba.ops.norm.residual import add, add_norm
@@ -251,11 +251,7 @@ def _check(
 def _check_scale(where: str, name: str, tensor: Tensor, x: Tensor) -> None:
     if not tensor.is_floating_point():
         raise DtypeError(f"{where}: {name} must be floating point; got {tensor.dtype}.")
-    if tensor.device != x.device:
-        raise DeviceError(
-            f"{where}: {name} must be on the device of x ({x.device}); got {tensor.device}. "
-            f"Move it with .to({str(x.device)!r})."
-        )
+    check_device(where, name, tensor, "x", x)
     if tensor.shape != x.shape[-1:]:
         raise ShapeError(
             f"{where}: {name} must have one entry per entry of the last axis of x "

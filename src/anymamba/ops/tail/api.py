@@ -77,11 +77,11 @@ def gated_tail(
     _check_norm(where, eps, size, channels)
     guard(where, y=y_mhp, x=x_mhp, z=z_hp, **parameters)
     skip_hp = skip if skip.dim() == 2 else skip.unsqueeze(-1).expand(heads, width)
-    none = skip.new_ones(1)
+    none, rows = skip.new_ones(1), lead.numel()
     tensors = (
-        y_mhp.flatten(-2).reshape(-1, ranks, channels),
-        x_mhp.flatten(-2).reshape(-1, ranks, channels),
-        z_hp.flatten(-2).reshape(-1, channels),
+        y_mhp.flatten(-2).reshape(rows, ranks, channels),
+        x_mhp.flatten(-2).reshape(rows, ranks, channels),
+        z_hp.flatten(-2).reshape(rows, channels),
         skip_hp.reshape(channels),
         none if weight_i is None else weight_i,
         none[None] if spread_mhp is None else spread_mhp.flatten(-2),
@@ -143,8 +143,10 @@ def gated_product(value: Tensor, gate: Tensor, *, impl: str = "auto") -> Tensor:
         return gated_product_reference(value, gate)
     if kernel == "portable":
         return portable.product(value, gate)[0]
-    rows = (value.reshape(-1, value.shape[-1]), gate.reshape(-1, gate.shape[-1]))
-    return GATED_PRODUCT(*rows, kernel=kernel)[0].view(value.shape)
+    # Counted, not -1: torch cannot infer the number of rows where a row has no elements.
+    by_rows = (value.shape[:-1].numel(), value.shape[-1])
+    pair = (value.reshape(by_rows), gate.reshape(by_rows))
+    return GATED_PRODUCT(*pair, kernel=kernel)[0].view(value.shape)
 
 
 def _check_shapes(

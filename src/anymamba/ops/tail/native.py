@@ -104,4 +104,5 @@ def _sizes(tensors: tuple[Tensor, ...], constants: tuple[Any, ...]) -> tuple[int
 
 def _product_sizes(value_sv: Tensor) -> tuple[int, ...]:
     rows, channels = value_sv.shape
-    return rows, 1, channels, channels, ORDERS.index("none"), real_bits(0.0)
+    # One group of all channels; of none there is no group, and a group's width is divided by.
+    return rows, 1, channels, max(channels, 1), ORDERS.index("none"), real_bits(0.0)
