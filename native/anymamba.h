@@ -22,7 +22,12 @@ extern "C" {
 /* Raised whenever a struct or the order of a kernel's tensors or sizes changes. */
 #define ANYMAMBA_ABI 2
 
-enum anymamba_dtype { ANYMAMBA_FLOAT32 = 0, ANYMAMBA_BFLOAT16 = 1, ANYMAMBA_INT64 = 2 };
+enum anymamba_dtype {
+    ANYMAMBA_FLOAT32 = 0,
+    ANYMAMBA_BFLOAT16 = 1,
+    ANYMAMBA_INT64 = 2,
+    ANYMAMBA_FLOAT16 = 3 /* states of the decoder only */
+};
 
 /* A view: strides are counted in elements, and unused ones are 0. An absent tensor has no data. */
 struct anymamba_tensor {

@@ -1,17 +1,19 @@
-"""Print whether a late token costs what an early one did, and what choosing a token costs.
+"""Print whether late tokens cost what early ones did, how evenly they come, what choosing costs.
 
-    python tools/measure_latency.py                          # 100,000 tokens of a small model
-    python tools/measure_latency.py --preset mamba2-130m --quantize int8 --tokens 3000
+    python tools/measure_latency.py                              # three minutes
+    python tools/measure_latency.py --preset mamba2-130m --quantize int8
 
-Random weights: neither depends on their values. An idle machine, please: the slowest hundredth of
-the tokens is printed, and whatever else runs is in it.
+The 100,000 tokens are those of a small model, whose token takes a tenth of a millisecond: its
+caches and its decoder are those of any other. How evenly tokens come and what choosing one costs
+is measured on a published size. Random weights: nothing here depends on their values. An idle
+machine, please: whatever else runs is in the slowest hundredth.
 """
 
 import argparse
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,8 +21,8 @@ import torch
 from anymamba.generate import stream
 from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
 
-SMALL = MambaConfig(d_model=256, n_layer=4, vocab_size=32000, ssm_cfg={"layer": "Mamba2"})
-WINDOW = 1000
+SMALL = MambaConfig(d_model=256, n_layer=4, vocab_size=4096, ssm_cfg={"layer": "Mamba2"})
+WINDOW, EARLY, FEWEST = 1000, 100, 100
 WAYS = {
     "greedy": {},
     "temperature 0.8, top-k 40": {"temperature": 0.8, "top_k": 40},
@@ -36,26 +38,46 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@torch.inference_mode()
-def print_latency(lm: MambaLM, count: int) -> None:
-    """Decode many tokens; print the early ones beside the late ones."""
-    cache, ids_b, seconds = lm.empty_cache(1), torch.tensor([1]), []
-    early_bytes = 0
-    for place in range(count):
+def described(seconds: Iterable[float]) -> str:
+    """Say what a token takes, and how far the slowest hundredth is from it."""
+    ordered = sorted(seconds)
+    median, slow = statistics.median(ordered), ordered[round(0.99 * len(ordered)) - 1]
+    return f"median {1e3 * median:.3f} ms, 99% within {slow / median:.2f}x of it"
+
+
+class Speaker:
+    """A sequence that is decoded greedily, token by token."""
+
+    def __init__(self, lm: MambaLM) -> None:
+        """Begin with an empty state."""
+        self.lm, self.cache, self.ids_b = lm, lm.empty_cache(1), torch.tensor([1])
+
+    @torch.inference_mode()
+    def timed_token(self) -> float:
+        """Decode a token; return its seconds."""
         start = time.perf_counter()
-        ids_b = lm.step_(ids_b, cache, impl="native")[:, : lm.config.vocab_size].argmax(-1)
-        seconds.append(time.perf_counter() - start)
-        if place == 100 + WINDOW:
-            early_bytes = resident_bytes()
-    for first in (100, count - WINDOW):
-        part = sorted(seconds[first : first + WINDOW])
-        median, slow = statistics.median(part), part[round(0.99 * len(part)) - 1]
-        print(
-            f"  tokens {first:>7,} to {first + WINDOW:>7,}: median {1e3 * median:.3f} ms, "
-            f"99% within {slow / median:.2f}x of it"
-        )
-    grown = (resident_bytes() - early_bytes) / MIB
-    print(f"  memory: {early_bytes / MIB:.0f} MiB after the early ones, {grown:+.1f} MiB since")
+        logits_bw = self.lm.step_(self.ids_b, self.cache, impl="native")
+        self.ids_b = logits_bw[:, : self.lm.config.vocab_size].argmax(-1)
+        return time.perf_counter() - start
+
+    def skip(self, count: int) -> "Speaker":
+        """Decode tokens that nobody times."""
+        for _ in range(count):
+            self.timed_token()
+        return self
+
+
+def print_growth(lm: MambaLM, count: int) -> None:
+    """Print late tokens of a long sequence beside early ones of another, taken in turns."""
+    late = Speaker(lm).skip(EARLY)
+    early_bytes = resident_bytes()
+    late.skip(count - WINDOW - EARLY)
+    grown = resident_bytes() - early_bytes
+    early = Speaker(lm).skip(EARLY)
+    pairs = [(early.timed_token(), late.timed_token()) for _ in range(WINDOW)]
+    for first, seconds in zip((EARLY, count - WINDOW), zip(*pairs, strict=True), strict=True):
+        print(f"  tokens {first:>7,} to {first + WINDOW:>7,}: {described(seconds)}")
+    print(f"  memory: {early_bytes / MIB:.0f} MiB after {EARLY}, {grown / MIB:+.1f} MiB since")
 
 
 @contextmanager
@@ -76,38 +98,52 @@ def clocked(lm: MambaLM) -> Iterator[list[float]]:
         del lm.advance
 
 
-def print_sampling(lm: MambaLM, count: int) -> None:
+def print_choosing(lm: MambaLM, count: int) -> None:
     """Print the share of a token's time that is spent outside the model."""
     for name, options in WAYS.items():
         with clocked(lm) as inside:
+            tokens = stream(lm, [1], max_new_tokens=count + 1, **options)
+            next(tokens)  # chosen from the prompt's logits: nothing runs through the model
             whole = []
-            tokens = stream(lm, [1], max_new_tokens=count, **options)
-            start = time.perf_counter()
-            for _ in tokens:
-                whole.append(time.perf_counter() - start)
+            for _ in range(count):
                 start = time.perf_counter()
-        median, model = statistics.median(whole), statistics.median(inside)
-        print(f"  {name:38} {1e6 * (median - model):6.0f} us, {1 - model / median:5.1%} of a token")
+                next(tokens)
+                whole.append(time.perf_counter() - start)
+        outside = statistics.median(map(float.__sub__, whole, inside))
+        share = outside / statistics.median(whole)
+        print(f"  {name:38} {1e6 * outside:6.0f} us, {share:5.1%} of a token")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", help="a published size instead of a small model")
-    parser.add_argument("--quantize", choices=("int8", "int4"))
-    parser.add_argument("--tokens", type=int, default=100_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="mamba-130m", help="of how evenly and of choosing")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="both models")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of the small model")
+    parser.add_argument("--timed", type=int, default=1000, help="tokens of the published size")
     given = parser.parse_args()
-    if given.tokens < 200 + 2 * WINDOW:
-        raise SystemExit(f"--tokens must be at least {200 + 2 * WINDOW}; got {given.tokens}")
-    torch.manual_seed(0)
-    lm = MambaLM(SMALL if given.preset is None else preset(given.preset))
-    if given.quantize is not None:
-        quantize_lm(lm, given.quantize)
-    name = given.preset or "a small model"
-    print(f"{name}, {given.quantize or 'float32'}, {torch.get_num_threads()} threads")
-    print_latency(lm, given.tokens)
-    print("choosing a token, outside the model:")
-    print_sampling(lm, 300)
+    if given.tokens < EARLY + 2 * WINDOW or given.timed < FEWEST:
+        raise SystemExit(
+            f"--tokens must be at least {EARLY + 2 * WINDOW} and --timed at least {FEWEST}; got "
+            f"{given.tokens} and {given.timed}"
+        )
+    form, threads = given.quantize or "float32", torch.get_num_threads()
+    for name, config in (("a small model", SMALL), (given.preset, preset(given.preset))):
+        torch.manual_seed(0)
+        lm = MambaLM(config)
+        if given.quantize is not None:
+            quantize_lm(lm, given.quantize)
+        print(f"{name}, {form}, {threads} threads, {config.vocab_size:,} words")
+        if config is SMALL:
+            print_growth(lm, given.tokens)
+            continue
+        sequence = Speaker(lm).skip(FEWEST)
+        seconds = [sequence.timed_token() for _ in range(given.timed)]
+        print(f"  {given.timed:,} tokens: {described(seconds)}")
+        print("  choosing a token, outside the model:")
+        print_choosing(lm, given.timed // 4)
 
 
 if __name__ == "__main__":

@@ -71,16 +71,17 @@ void enter_sublayer(Step &step, const DecodeNorm &norm, bool has_branch) {
 void run_mlp(Step &step, const DecodeLayer &layer) {
     const Board &board = step.board;
     const int64_t half = layer.fc1.rows / 2;
-    const Share own = step.share(half, kShareUnit);
     prepare(layer.fc1, &step.desk.x);
-    multiply(layer.fc1, step.desk.x, own.first, own.last, board.hidden, board.hidden_stride);
-    multiply(layer.fc1, step.desk.x, half + own.first, half + own.last, board.hidden,
-             board.hidden_stride);
-    for (int64_t row = 0; row < step.rows; ++row) {
-        float *value = board.hidden + row * board.hidden_stride + own.first;
-        gate_row(value + half, value, own.last - own.first, value);
-    }
-    step.team.wait();
+    step.share_rows(layer.fc1, half, [&](Share own) {
+        multiply(layer.fc1, step.desk.x, own.first, own.last, board.hidden, board.hidden_stride);
+        multiply(layer.fc1, step.desk.x, half + own.first, half + own.last, board.hidden,
+                 board.hidden_stride);
+        for (int64_t row = 0; row < step.rows; ++row) {
+            float *value = board.hidden + row * board.hidden_stride + own.first;
+            gate_row(value + half, value, own.last - own.first, value);
+        }
+    });
+    step.meet_before(layer.fc2);
     step.present(board.hidden, board.hidden_stride);
     prepare(layer.fc2, &step.desk.x);
     multiply_share(step, layer.fc2, board.branch, board.branch_stride);
@@ -95,11 +96,16 @@ void run_layer(Step &step, int64_t place) {
         mix_mamba2(step, layer, step.states(place));
     else
         mix_mamba3(step, layer, step.states(place));
-    step.team.wait();
-    if (layer.fc1.rows == 0) return;
+    const bool is_last = place + 1 == step.program.layers;
+    const DecodeMatrix &next = is_last ? step.program.head : step.program.layer[place + 1].in_proj;
+    if (layer.fc1.rows == 0) {
+        step.meet_before(next);
+        return;
+    }
+    step.meet_before(layer.fc1, layer.fc1.rows / 2);
     enter_sublayer(step, layer.norm2, true);
     run_mlp(step, layer);
-    step.team.wait();
+    step.meet_before(next);
 }
 
 void run_token(Step &step) {

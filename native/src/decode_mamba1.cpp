@@ -18,22 +18,33 @@ void normalize_rates(const DecodeLayer &layer, float *rates) {
     }
 }
 
-// dt = softplus(dt_weight raw + bias) for a span of channels, which starts at a whole group. In the
-// weight channels are lanes, so that no sum crosses them.
-void step_sizes(const DecodeLayer &layer, const float *raw, int64_t first, int64_t last,
-                float *dt) {
+// A worker's memory for kScanRows rows of the batch, whose step sizes are made together.
+struct RowDesks {
+    float *first;
+    int64_t inner, rank_and_states;
+
+    float *dt(int64_t row) const { return first + row * (inner + rank_and_states); }
+    float *rates(int64_t row) const { return dt(row) + inner; }
+};
+
+// dt = softplus(dt_weight raw + bias) for a span of channels, which starts at a whole group, and
+// kCount rows. In the weight channels are lanes, so that no sum crosses them.
+template <int64_t kCount>
+void step_sizes(const DecodeLayer &layer, const RowDesks &desks, Share own) {
     constexpr int64_t kParts = kDecodeGroup / kWidth;
-    for (int64_t channel = first; channel < last; channel += kDecodeGroup) {
+    for (int64_t channel = own.first; channel < own.last; channel += kDecodeGroup) {
         const float *weight = layer.dt_weight + channel * layer.dt_rank;
-        Vec sum[kParts] = {};
+        Vec sum[kCount][kParts] = {};
         for (int64_t rank = 0; rank < layer.dt_rank; ++rank, weight += kDecodeGroup)
             for (int64_t part = 0; part < kParts; ++part)
-                sum[part] += load(weight + part * kWidth) * raw[rank];
+                for (int64_t row = 0; row < kCount; ++row)
+                    sum[row][part] += load(weight + part * kWidth) * desks.rates(row)[rank];
         for (int64_t part = 0; part < kParts; ++part) {
-            const int64_t at = channel + part * kWidth, count = smaller(last - at, kWidth);
-            if (count > 0)
-                store_part(dt + at, softplus(sum[part] + load_part(layer.dt_bias + at, count)),
-                           count);
+            const int64_t at = channel + part * kWidth, count = smaller(own.last - at, kWidth);
+            for (int64_t row = 0; row < kCount && count > 0; ++row) {
+                const Vec raw = sum[row][part] + load_part(layer.dt_bias + at, count);
+                store_part(desks.dt(row) + at, softplus(raw), count);
+            }
         }
     }
 }
@@ -110,14 +121,9 @@ void scan_channels(const Channels &all, int64_t first, int64_t last, float *y) {
     for (; channel < last; ++channel) y[channel] = scan_rest(all, channel, 0);
 }
 
-void scan_row(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
-              Share own) {
+void scan_row(const Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
+              const float *dt, const float *rates, Share own) {
     const Board &board = step.board;
-    float *dt = step.desk.scratch, *rates = dt + layer.inner;
-    memcpy(rates, board.narrow + row * board.narrow_stride,
-           (size_t)layer.x_proj.rows * sizeof(float));
-    normalize_rates(layer, rates);
-    step_sizes(layer, rates, own.first, own.last, dt);
     const float *b = rates + layer.dt_rank, *c = b + layer.state;
     const float *x = board.projected + row * board.projected_stride, *z = x + layer.inner;
     float *mixed = board.mixed + row * board.mixed_stride;
@@ -129,19 +135,41 @@ void scan_row(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     gate_row(z + own.first, mixed + own.first, own.last - own.first, mixed + own.first);
 }
 
+// The rows from `first` on, at most kCount of them; returns how many it took.
+template <int64_t kCount>
+int64_t scan_rows(const Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
+                  int64_t first, Share own) {
+    if constexpr (kCount > 1)
+        if (step.rows - first < kCount)
+            return scan_rows<kCount - 1>(step, layer, scan, first, own);
+    const Board &board = step.board;
+    const RowDesks desks{step.desk.scratch, layer.inner, layer.x_proj.rows};
+    for (int64_t row = 0; row < kCount; ++row) {
+        memcpy(desks.rates(row), board.narrow + (first + row) * board.narrow_stride,
+               (size_t)layer.x_proj.rows * sizeof(float));
+        normalize_rates(layer, desks.rates(row));
+    }
+    step_sizes<kCount>(layer, desks, own);
+    for (int64_t row = 0; row < kCount; ++row)
+        scan_row(step, layer, scan, first + row, desks.dt(row), desks.rates(row), own);
+    return kCount;
+}
+
 }  // namespace
 
 void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
     const Board &board = step.board;
     project_and_convolve(step, layer, states[0], 0, layer.inner);
-    step.team.wait();
+    step.meet_before(layer.x_proj);
     step.present(board.projected, board.projected_stride);
     prepare(layer.x_proj, &step.desk.x);
     multiply_share(step, layer.x_proj, board.narrow, board.narrow_stride);
     step.team.wait();
-    for (int64_t row = 0; row < step.rows; ++row)
-        scan_row(step, layer, states[1], row, step.share(layer.inner, kDecodeGroup));
-    step.team.wait();
+    step.share_out(layer.inner, 4 * kDecodeGroup, [&](Share own) {
+        for (int64_t row = 0; row < step.rows;)
+            row += scan_rows<kScanRows>(step, layer, states[1], row, own);
+    });
+    step.meet_before(layer.out_proj);
     step.present(board.mixed, board.mixed_stride);
     prepare(layer.out_proj, &step.desk.x);
     multiply_share(step, layer.out_proj, board.branch, board.branch_stride);

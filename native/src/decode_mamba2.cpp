@@ -82,13 +82,11 @@ void normalize_mixed(Step &step, const DecodeLayer &layer) {
     }
 }
 
-// The part that goes around the scan: silu(z0) x0.
+// The part that goes around the scan: silu(z0) x0. Rows are dealt out in turn.
 void run_around(Step &step, const DecodeLayer &layer) {
-    const Share own = step.share(layer.mlp, kShareUnit);
-    for (int64_t row = 0; row < step.rows; ++row) {
+    for (int64_t row = step.worker; row < step.rows; row += step.team.size()) {
         const float *z0 = step.board.projected + row * step.board.projected_stride;
-        gate_row(z0 + own.first, z0 + layer.mlp + own.first, own.last - own.first,
-                 step.board.mixed + row * step.board.mixed_stride + own.first);
+        gate_row(z0, z0 + layer.mlp, layer.mlp, step.board.mixed + row * step.board.mixed_stride);
     }
 }
 
@@ -99,12 +97,13 @@ void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
     const int64_t ssm = layer.heads * layer.headdim;
     project_and_convolve(step, layer, states[0], 2 * layer.mlp + ssm,
                          ssm + 2 * layer.groups * layer.state);
-    step.team.wait();
+    step.meet_before(states[1], layer.heads);
     run_around(step, layer);
-    const Share own = step.share(step.rows * layer.heads, 1);
-    for (int64_t task = own.first; task < own.last; ++task)
-        run_head(step, layer, states[1], task / layer.heads, task % layer.heads);
-    step.team.wait();
+    step.share_out(step.rows * layer.heads, 1, [&](Share own) {
+        for (int64_t task = own.first; task < own.last; ++task)
+            run_head(step, layer, states[1], task / layer.heads, task % layer.heads);
+    });
+    step.meet_before(layer.out_proj);
     if (layer.gate_norm.kind == DecodeNormKind::kNone) {
         step.present(board.mixed, board.mixed_stride);
     } else {

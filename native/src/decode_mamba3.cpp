@@ -1,39 +1,11 @@
 // One token of a Mamba-3 block (ops/trapezoid/README.md and ops/rotation/README.md).
-#include "decode_rotation.h"
+#include "decode_head.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
 struct Coefficients {
     float dt, alpha, gamma, beta;
-};
-
-// A worker's memory for one head.
-struct HeadDesk {
-    int64_t state;               // padded to whole vectors
-    float *base_b, *base_c;      // normed, before bias and rotation; (rank, state)
-    float *b, *c, *old_key;      // (rank, state)
-    Turns turns;
-    float *own, *before, *y, *gate;  // (rank, headdim)
-    float *sum;                      // (headdim)
-
-    HeadDesk(const DecodeLayer &layer, float *at) {
-        state = ceil_div(layer.state, kWidth) * kWidth;
-        turns.stride = ceil_div(layer.turns, kWidth) * kWidth;
-        float **keys[] = {&base_b, &base_c, &b, &c, &old_key};
-        for (float **key : keys) {
-            *key = at;
-            at += layer.rank * state;
-        }
-        turns.rows = at;
-        at += 8 * turns.stride;
-        float **values[] = {&own, &before, &y, &gate};
-        for (float **value : values) {
-            *value = at;
-            at += layer.rank * layer.headdim;
-        }
-        sum = at;
-    }
 };
 
 // Where the parts of the projection begin, in a row of board.projected.
@@ -108,97 +80,35 @@ void prepare_head(const DecodeLayer &layer, const anymamba_tensor *states, const
         }
         const int64_t from =
             row * keys.stride[0] + rank * keys.stride[1] + head * keys.stride[2];
-        read_states(keys, from, layer.state, desk.old_key + at);
+        read_states(keys, from, layer.state, desk.keys + at);
         write_states(keys, from, layer.state, desk.b + at);
         for (int64_t place = layer.state; place < desk.state; ++place)
-            desk.b[at + place] = desk.c[at + place] = desk.old_key[at + place] = 0.0f;
+            desk.b[at + place] = desk.c[at + place] = desk.keys[at + place] = 0.0f;
     }
 }
 
-// What each rank adds to the state, per unit of its key: from the last token and from this one.
+// What each key adds to the state: those of the last token, then those of this one.
 void prepare_values(const DecodeLayer &layer, const anymamba_tensor &values, const Parts &parts,
                     int64_t row, int64_t head, const Coefficients &k, HeadDesk &desk) {
     const int64_t width = layer.headdim;
     const float *x = parts.x + head * width;
     const int64_t from = row * values.stride[0] + head * values.stride[1];
-    for (int64_t p = 0; p < width; ++p) {
-        const float old = read_state(values, from + p);
-        write_state(values, from + p, x[p]);
-        for (int64_t rank = 0; rank < layer.rank; ++rank) {
-            const int64_t place = (head * layer.rank + rank) * width + p;
-            const float spread = layer.mimo_x == nullptr ? 1.0f : layer.mimo_x[place];
-            desk.before[rank * width + p] = k.beta * old * spread;
-            desk.own[rank * width + p] = k.gamma * x[p] * spread;
-        }
+    float *before = desk.amounts, *own = before + layer.rank * width, *old = desk.sum;
+    read_states(values, from, width, old);
+    write_states(values, from, width, x);
+    if (layer.mimo_x == nullptr) {
+        for (int64_t p = 0; p < width; ++p) before[p] = k.beta * old[p];
+        for (int64_t p = 0; p < width; ++p) own[p] = k.gamma * x[p];
+        return;
     }
-}
-
-// H[p] = alpha H[p] + sum over ranks of (before old_key + own b), y[rank][p] = H[p] . c[rank].
-template <int kRank, int kRows>
-ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const HeadDesk &desk,
-                             int64_t width, int64_t p) {
-    Vec sum[kRank][kRows] = {};
-    for (int64_t place = 0; place < size; place += kWidth) {
-        const int64_t count = smaller(size - place, kWidth);
-        Vec next[kRows];
-        for (int row = 0; row < kRows; ++row) {
-            const float *from = state + row * size + place;
-            next[row] = (count == kWidth ? load(from) : load_part(from, count)) * alpha;
-        }
-        for (int rank = 0; rank < kRank; ++rank) {
-            const Vec old = load(desk.old_key + rank * desk.state + place);
-            const Vec key = load(desk.b + rank * desk.state + place);
-            for (int row = 0; row < kRows; ++row)
-                next[row] += old * desk.before[rank * width + p + row] +
-                             key * desk.own[rank * width + p + row];
-        }
-        for (int rank = 0; rank < kRank; ++rank) {
-            const Vec query = load(desk.c + rank * desk.state + place);
-            for (int row = 0; row < kRows; ++row) sum[rank][row] += next[row] * query;
-        }
-        for (int row = 0; row < kRows; ++row) {
-            float *to = state + row * size + place;
-            if (count == kWidth)
-                store(to, next[row]);
-            else
-                store_part(to, next[row], count);
-        }
+    const float *spread = layer.mimo_x + head * layer.rank * width;
+    for (int64_t rank = 0; rank < layer.rank; ++rank) {
+        for (int64_t p = 0; p < width; ++p) before[p] = k.beta * old[p] * spread[p];
+        for (int64_t p = 0; p < width; ++p) own[p] = k.gamma * x[p] * spread[p];
+        before += width;
+        own += width;
+        spread += width;
     }
-    for (int rank = 0; rank < kRank; ++rank) {
-        float *y = desk.y + rank * width + p;
-        if constexpr (kRows == 4)
-            sum_lanes_of_four(sum[rank][0], sum[rank][1], sum[rank][2], sum[rank][3], y);
-        else
-            for (int row = 0; row < kRows; ++row) y[row] = sum_lanes(sum[rank][row]);
-    }
-}
-
-// Any number of ranks: the sums over keys first, then one dot product per rank.
-void advance_many(float *state, int64_t size, float alpha, int64_t ranks, const HeadDesk &desk,
-                  int64_t width, int64_t p) {
-    for (int64_t place = 0; place < size; ++place) {
-        float next = state[place] * alpha;
-        for (int64_t rank = 0; rank < ranks; ++rank)
-            next += desk.old_key[rank * desk.state + place] * desk.before[rank * width + p] +
-                    desk.b[rank * desk.state + place] * desk.own[rank * width + p];
-        state[place] = next;
-    }
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-        float sum = 0.0f;
-        for (int64_t place = 0; place < size; ++place)
-            sum += state[place] * desk.c[rank * desk.state + place];
-        desk.y[rank * width + p] = sum;
-    }
-}
-
-template <int kRank>
-void advance_head(float *state, int64_t size, float alpha, const HeadDesk &desk, int64_t width) {
-    // As many as leave their sums in registers.
-    constexpr int kRows = kRank == 1 ? 4 : 2;
-    int64_t p = 0;
-    for (; p + kRows <= width; p += kRows)
-        advance<kRank, kRows>(state + p * size, size, alpha, desk, width, p);
-    for (; p < width; ++p) advance<kRank, 1>(state + p * size, size, alpha, desk, width, p);
 }
 
 // Skip, gate or norm, and merge the ranks.
@@ -227,19 +137,19 @@ void finish_head(const DecodeLayer &layer, const Parts &parts, int64_t head, Hea
     memcpy(to, desk.sum, (size_t)width * sizeof(float));
 }
 
-}  // namespace
-
-void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
-    const Board &board = step.board;
-    prepare(layer.in_proj, &step.desk.x);
-    multiply_share(step, layer.in_proj, board.projected, board.projected_stride);
-    step.team.wait();
-    HeadDesk desk(layer, step.desk.scratch);
-    const Share own = step.share(step.rows * layer.heads, 1);
-    const anymamba_tensor &scan = states[0];
+// The heads that one worker advances. Those of a group come after one another and share its keys.
+struct Heads {
+    const Step &step;
+    const DecodeLayer &layer;
+    const anymamba_tensor *states;
+    HeadDesk desk;
     int64_t known_row = -1, known_group = -1;
-    for (int64_t task = own.first; task < own.last; ++task) {
-        const int64_t row = task / layer.heads, head = task % layer.heads;
+
+    Heads(const Step &of, const DecodeLayer &in, const anymamba_tensor *at)
+        : step(of), layer(in), states(at), desk(in, of.desk.scratch) {}
+
+    void run(int64_t row, int64_t head) {
+        const Board &board = step.board;
         const int64_t group = head / (layer.heads / layer.groups);
         const Parts parts(layer, board.projected + row * board.projected_stride);
         if (row != known_row || group != known_group) prepare_group(layer, parts, group, desk);
@@ -248,22 +158,33 @@ void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
         const Coefficients k = coefficients_of(layer, parts, head);
         prepare_head(layer, states, parts, row, head, k.dt, desk);
         prepare_values(layer, states[2], parts, row, head, k, desk);
+        const anymamba_tensor &scan = states[0];
         float *state =
             static_cast<float *>(scan.data) + row * scan.stride[0] + head * scan.stride[1];
-        const int64_t size = layer.state, width = layer.headdim;
-        if (layer.rank == 1)
-            advance_head<1>(state, size, k.alpha, desk, width);
-        else if (layer.rank == 2)
-            advance_head<2>(state, size, k.alpha, desk, width);
-        else if (layer.rank == 4)
-            advance_head<4>(state, size, k.alpha, desk, width);
-        else
-            for (int64_t p = 0; p < width; ++p)
-                advance_many(state + p * size, size, k.alpha, layer.rank, desk, width, p);
+        advance_head(state, layer.state, k.alpha, layer.rank, desk);
         finish_head(layer, parts, head, desk,
-                    board.mixed + row * board.mixed_stride + head * width);
+                    board.mixed + row * board.mixed_stride + head * layer.headdim);
     }
-    step.team.wait();
+};
+
+}  // namespace
+
+int64_t mamba3_scratch_floats(const DecodeLayer &layer) {
+    const int64_t keys = layer.rank * padded_state(layer), values = layer.rank * layer.headdim;
+    return 5 * keys + 8 * padded_turns(layer) + 4 * values + layer.headdim;
+}
+
+void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+    const Board &board = step.board;
+    prepare(layer.in_proj, &step.desk.x);
+    multiply_share(step, layer.in_proj, board.projected, board.projected_stride);
+    step.meet_before(states[0], layer.heads);
+    Heads heads(step, layer, states);
+    step.share_out(step.rows * layer.heads, 1, [&](Share own) {
+        for (int64_t task = own.first; task < own.last; ++task)
+            heads.run(task / layer.heads, task % layer.heads);
+    });
+    step.meet_before(layer.out_proj);
     step.present(board.mixed, board.mixed_stride);
     prepare(layer.out_proj, &step.desk.x);
     multiply_share(step, layer.out_proj, board.branch, board.branch_stride);

@@ -29,6 +29,23 @@ ANYMAMBA_INLINE void sum_lanes_of_four(Vec a, Vec b, Vec c, Vec d, float *to) {
 #endif
 }
 
+// Sums of every four neighbouring lanes of four vectors, in order; (0 + 1) + (2 + 3) everywhere.
+ANYMAMBA_INLINE void sum_fours(Vec a, Vec b, Vec c, Vec d, float *to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 mixed = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(mixed, order));
+#else
+    const Vec all[4] = {a, b, c, d};
+    float lanes[4 * kWidth];
+    memcpy(lanes, all, sizeof(lanes));
+    for (int64_t place = 0; place < kWidth; ++place) {
+        const float *four = lanes + 4 * place;
+        to[place] = (four[0] + four[1]) + (four[2] + four[3]);
+    }
+#endif
+}
+
 // log(1 + u) for 0 <= u <= 1 to about one unit in the last place:
 // 2 atanh(s) with s = u / (2 + u) <= 1/3, by its odd series (remainder 1e-9 relative).
 ANYMAMBA_INLINE Vec log_one_plus(Vec u) {
@@ -137,16 +154,14 @@ ANYMAMBA_INLINE void narrow(Float16 *to, float value) {
 }
 
 // States of a call are float32, bfloat16 or float16; the calls say which.
-constexpr int64_t kStateFloat16 = 3;
-
 inline float read_state(const anymamba_tensor &tensor, int64_t place) {
-    if (tensor.dtype == kStateFloat16)
+    if (tensor.dtype == ANYMAMBA_FLOAT16)
         return widen(static_cast<const Float16 *>(tensor.data)[place]);
     return read_one(tensor, place);
 }
 
 inline void write_state(const anymamba_tensor &tensor, int64_t place, float value) {
-    if (tensor.dtype == kStateFloat16)
+    if (tensor.dtype == ANYMAMBA_FLOAT16)
         narrow(static_cast<Float16 *>(tensor.data) + place, value);
     else
         write_one(tensor, place, value);

@@ -7,12 +7,14 @@ namespace {
 
 // A format says how stored weights become vectors, part by part of a step of kParts vectors, and
 // how many rows meet four vectors at a time: as many as leave their sums in registers.
+template <class T, int64_t kPartsOfStep, int kRowsTogether>
+struct FormatOf {
+    typedef T Stored;
+    static constexpr int64_t kParts = kPartsOfStep;
+    static constexpr int kRows = kRowsTogether;
+};
 
-struct WideFormat {
-    typedef float Stored;
-    static constexpr int64_t kParts = 1;
-    static constexpr int kRows = 3;
-
+struct WideFormat : FormatOf<float, 1, 3> {
     template <int64_t kPart>
     static ANYMAMBA_INLINE Vec open(const float *from) {
         return load(from);
@@ -21,11 +23,7 @@ struct WideFormat {
 
 // Two halves make a word: a shift gives the even columns, a mask the odd ones. To take the columns
 // in order would cost a shuffle for each vector.
-struct BFloat16Format {
-    typedef BFloat16 Stored;
-    static constexpr int64_t kParts = 2;
-    static constexpr int kRows = 2;
-
+struct BFloat16Format : FormatOf<BFloat16, 2, 2> {
     template <int64_t kPart>
     static ANYMAMBA_INLINE Vec open(const BFloat16 *from) {
         UintVec bits;
@@ -34,11 +32,7 @@ struct BFloat16Format {
     }
 };
 
-struct Float16Format {
-    typedef Float16 Stored;
-    static constexpr int64_t kParts = 1;
-    static constexpr int kRows = 2;
-
+struct Float16Format : FormatOf<Float16, 1, 2> {
     template <int64_t kPart>
     static ANYMAMBA_INLINE Vec open(const Float16 *from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -227,6 +221,29 @@ void multiply(const DecodeMatrix &matrix, const Activations &x, int64_t first, i
         case DecodeFormat::kInt4:
             return multiply_integers<Int4Format>(matrix, x, first, last, out, out_stride);
     }
+}
+
+int64_t row_bytes(const DecodeMatrix &matrix) {
+    const int64_t blocks = ceil_div(matrix.columns, kDecodeBlock);
+    switch (matrix.format) {
+        case DecodeFormat::kFloat32:
+            return matrix.columns * (int64_t)sizeof(float);
+        case DecodeFormat::kBFloat16:
+        case DecodeFormat::kFloat16:
+            return matrix.columns * (int64_t)sizeof(BFloat16);
+        case DecodeFormat::kInt8:
+            return blocks * Int8Format::kBytes;
+        case DecodeFormat::kInt4:
+            return blocks * Int4Format::kBytes;
+    }
+    return 0;
+}
+
+void ask_for(const DecodeMatrix &matrix, int64_t first, int64_t last) {
+    const auto *data = static_cast<const char *>(matrix.data);
+    const int64_t bytes = row_bytes(matrix);
+    for (int64_t place = first * bytes; place < last * bytes; place += 64)
+        __builtin_prefetch(data + place, 0, 2);
 }
 
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to) {

@@ -66,6 +66,12 @@ template <class Format>
 void multiply_integers(const DecodeMatrix &matrix, const Activations &x, int64_t first,
                        int64_t last, float *out, int64_t out_stride);
 
+// The bytes of a row of the matrix, without its scales.
+int64_t row_bytes(const DecodeMatrix &matrix);
+
+// Brings rows nearer, to the second cache.
+void ask_for(const DecodeMatrix &matrix, int64_t first, int64_t last);
+
 // One row of a matrix as float32.
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to);
 

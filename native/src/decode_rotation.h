@@ -27,16 +27,23 @@ inline void turn_angles(const DecodeLayer &layer, const float *raw, float dt, fl
     }
 }
 
+// (u, w) = (u cos - w sin, u sin + w cos) for pairs that lie kStep apart.
+template <int64_t kStep>
+ANYMAMBA_INLINE void rotate_all(const float *__restrict sine, const float *__restrict cosine,
+                                int64_t count, float *__restrict u, float *__restrict w) {
+    for (int64_t pair = 0; pair < count; ++pair) {
+        const float left = u[pair * kStep], right = w[pair * kStep];
+        u[pair * kStep] = left * cosine[pair] - right * sine[pair];
+        w[pair * kStep] = left * sine[pair] + right * cosine[pair];
+    }
+}
+
 inline void rotate_pairs(const DecodeLayer &layer, Turns turns, float *key) {
     const float *sine = turns.rows + turns.stride, *cosine = sine + turns.stride;
-    const bool is_split = layer.rotation == DecodeRotation::kHalfSplit;
-    const int64_t step = is_split ? 1 : 2, apart = is_split ? layer.state / 2 : 1;
-    for (int64_t pair = 0; pair < layer.turns; ++pair) {
-        float *u = key + pair * step, *w = u + apart;
-        const float turned = *u * cosine[pair] - *w * sine[pair];
-        *w = *u * sine[pair] + *w * cosine[pair];
-        *u = turned;
-    }
+    if (layer.rotation == DecodeRotation::kHalfSplit)
+        rotate_all<1>(sine, cosine, layer.turns, key, key + layer.state / 2);
+    else
+        rotate_all<2>(sine, cosine, layer.turns, key, key + 1);
 }
 
 ANYMAMBA_INLINE Vec root(Vec value) {

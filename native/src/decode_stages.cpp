@@ -4,6 +4,8 @@
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
+constexpr int64_t kTaps = 4;
+
 ANYMAMBA_INLINE float sum_of_squares(const float *from, int64_t count, float mean) {
     Vec sum = {};
     int64_t place = 0;
@@ -25,19 +27,46 @@ float mean_of(const float *from, int64_t count) {
     return total / (float)count;
 }
 
-typedef float Taps4 __attribute__((vector_size(16)));
-
-// The usual case, four float32 taps: the window is one small vector.
-ANYMAMBA_INLINE float shift_in_four(float *window, const float *weight, float newest) {
-    Taps4 taps, factors;
-    memcpy(&taps, window, sizeof(taps));
-    memcpy(&factors, weight, sizeof(factors));
-    const Taps4 shifted = {taps[1], taps[2], taps[3], newest};
-    memcpy(window, &shifted, sizeof(shifted));
-    const Taps4 product = shifted * factors;
-    return (product[0] + product[1]) + (product[2] + product[3]);
+// kWidth channels of four taps: their windows times their weights.
+template <class T>
+ANYMAMBA_INLINE void sum_taps(const T *window, const float *weight, float *sums) {
+    Vec products[kTaps];
+    for (int64_t part = 0; part < kTaps; ++part)
+        products[part] = load(window + part * kWidth) * load(weight + part * kWidth);
+    sum_fours(products[0], products[1], products[2], products[3], sums);
 }
 
+// The usual case, four taps. The windows lie side by side, so all of them move by one place at
+// once; what thereby comes in from a neighbour is overwritten by the newest token.
+template <class T>
+void shift_in_four(T *window, const float *weight, int64_t channels, float *values) {
+    memmove(window, window + 1, (size_t)(kTaps * channels - 1) * sizeof(T));
+    for (int64_t channel = 0; channel < channels; ++channel)
+        narrow(window + kTaps * channel + kTaps - 1, values[channel]);
+    int64_t channel = 0;
+    for (; channel + kWidth <= channels; channel += kWidth)
+        sum_taps(window + kTaps * channel, weight + kTaps * channel, values + channel);
+    if (channel == channels) return;
+    const size_t rest = (size_t)(channels - channel);
+    T last_window[kTaps * kWidth] = {};
+    float last_weight[kTaps * kWidth] = {}, sums[kWidth];
+    memcpy(last_window, window + kTaps * channel, rest * kTaps * sizeof(T));
+    memcpy(last_weight, weight + kTaps * channel, rest * kTaps * sizeof(float));
+    sum_taps(last_window, last_weight, sums);
+    memcpy(values + channel, sums, rest * sizeof(float));
+}
+
+void shift_in_four(const anymamba_tensor &window, int64_t start, const float *weight,
+                   int64_t channels, float *values) {
+    if (window.dtype == ANYMAMBA_FLOAT32)
+        shift_in_four(static_cast<float *>(window.data) + start, weight, channels, values);
+    else if (window.dtype == ANYMAMBA_BFLOAT16)
+        shift_in_four(static_cast<BFloat16 *>(window.data) + start, weight, channels, values);
+    else
+        shift_in_four(static_cast<Float16 *>(window.data) + start, weight, channels, values);
+}
+
+// Any number of taps, one channel.
 ANYMAMBA_INLINE float shift_in(const anymamba_tensor &window, int64_t start, int64_t width,
                                const float *weight, float newest) {
     float sum = 0.0f;
@@ -52,23 +81,21 @@ ANYMAMBA_INLINE float shift_in(const anymamba_tensor &window, int64_t start, int
 
 void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t row, int64_t first,
               int64_t last, float *channels) {
-    const int64_t width = layer.conv_width;
-    const bool is_usual = width == 4 && window.dtype == ANYMAMBA_FLOAT32;
-    for (int64_t channel = first; channel < last; ++channel) {
-        const int64_t start = row * window.stride[0] + channel * window.stride[1];
-        const float *weight = layer.conv_weight + channel * width;
-        const float sum =
-            is_usual ? shift_in_four(static_cast<float *>(window.data) + start, weight,
-                                     channels[channel])
-                     : shift_in(window, start, width, weight, channels[channel]);
-        channels[channel] = sum + (layer.conv_bias == nullptr ? 0.0f : layer.conv_bias[channel]);
+    if (first >= last) return;
+    const int64_t width = layer.conv_width, start = row * window.stride[0];
+    if (width == kTaps && window.stride[1] == kTaps)
+        shift_in_four(window, start + first * kTaps, layer.conv_weight + first * kTaps,
+                      last - first, channels + first);
+    else
+        for (int64_t channel = first; channel < last; ++channel)
+            channels[channel] = shift_in(window, start + channel * window.stride[1], width,
+                                         layer.conv_weight + channel * width, channels[channel]);
+    for (int64_t channel = first; channel < last; channel += kWidth) {
+        const int64_t count = smaller(last - channel, kWidth);
+        Vec sum = load_part(channels + channel, count);
+        if (layer.conv_bias != nullptr) sum += load_part(layer.conv_bias + channel, count);
+        store_part(channels + channel, silu(sum), count);
     }
-    int64_t channel = first;
-    for (; channel + kWidth <= last; channel += kWidth)
-        store(channels + channel, silu(load(channels + channel)));
-    if (channel < last)
-        store_part(channels + channel, silu(load_part(channels + channel, last - channel)),
-                   last - channel);
 }
 
 }  // namespace
@@ -85,31 +112,30 @@ void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *
 }
 
 void multiply_share(Step &step, const DecodeMatrix &matrix, float *out, int64_t out_stride) {
-    const Share own = step.share(matrix.rows, kShareUnit);
-    multiply(matrix, step.desk.x, own.first, own.last, out, out_stride);
+    step.share_rows(matrix, matrix.rows, [&](Share own) {
+        multiply(matrix, step.desk.x, own.first, own.last, out, out_stride);
+    });
 }
 
 void project_and_convolve(Step &step, const DecodeLayer &layer, const anymamba_tensor &window,
                           int64_t first_channel, int64_t channels) {
-    const Share own = step.share(layer.in_proj.rows, kShareUnit);
     const Board &board = step.board;
     prepare(layer.in_proj, &step.desk.x);
-    multiply(layer.in_proj, step.desk.x, own.first, own.last, board.projected,
-             board.projected_stride);
-    const int64_t first = larger(own.first - first_channel, 0);
-    const int64_t last = smaller(own.last - first_channel, channels);
-    for (int64_t row = 0; row < step.rows; ++row)
-        convolve(layer, window, row, first, last,
-                 board.projected + row * board.projected_stride + first_channel);
+    step.share_rows(layer.in_proj, layer.in_proj.rows, [&](Share own) {
+        multiply(layer.in_proj, step.desk.x, own.first, own.last, board.projected,
+                 board.projected_stride);
+        const int64_t first = larger(own.first - first_channel, 0);
+        const int64_t last = smaller(own.last - first_channel, channels);
+        for (int64_t row = 0; row < step.rows; ++row)
+            convolve(layer, window, row, first, last,
+                     board.projected + row * board.projected_stride + first_channel);
+    });
 }
 
 int64_t scratch_floats(const DecodeLayer &layer) {
-    const int64_t state = ceil_div(layer.state, kWidth) * kWidth;
-    const int64_t turns = ceil_div(layer.turns, kWidth) * kWidth;
-    if (layer.family == 1) return layer.inner + layer.x_proj.rows;
+    if (layer.family == 1) return kScanRows * (layer.inner + layer.x_proj.rows);
     if (layer.family == 2) return layer.headdim;
-    // Keys and queries before and after the head's part, old keys; turns; coefficients and outputs.
-    return layer.rank * (5 * state + 4 * layer.headdim) + 8 * turns + 2 * layer.headdim;
+    return mamba3_scratch_floats(layer);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

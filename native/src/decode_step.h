@@ -24,6 +24,12 @@ struct Desk {
     Activations x;
 };
 
+// Rows that are read together, at most.
+constexpr int64_t kStrip = 16;
+
+// Rows of a matrix of which shares consist.
+ANYMAMBA_INLINE int64_t unit_of(int64_t rows) { return rows < 24 * kStrip ? kStrip : 3 * kStrip; }
+
 struct Step {
     const DecodeProgram &program;
     const anymamba_tensor *tensors;
@@ -36,8 +42,47 @@ struct Step {
     const anymamba_tensor *states(int64_t layer) const {
         return tensors + kDecodeStates + layer * kDecodeStatesPerLayer;
     }
-    Share share(int64_t count, int64_t unit) const {
-        return Share(count, unit, worker, team.size());
+    // Calls function(share) for every share of `count` pieces that this worker has or takes.
+    template <class Function>
+    ANYMAMBA_INLINE void share_out(int64_t count, int64_t unit, const Function &function) {
+        Share own = team.first(worker, count, unit);
+        if (own.is_empty()) own = team.take(count, unit);
+        for (; !own.is_empty(); own = team.take(count, unit)) function(own);
+    }
+    // The same for the first `count` rows of a matrix. Before the end of a share the next one is
+    // taken and its beginning asked for, so that memory goes on.
+    template <class Function>
+    ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count,
+                                    const Function &function) {
+        const int64_t unit = unit_of(count);
+        Share own = team.first(worker, count, unit);
+        if (own.is_empty()) own = team.take(count, unit);
+        while (!own.is_empty()) {
+            const int64_t body = larger(own.first, own.last - kStrip);
+            if (body > own.first) function({own.first, body});
+            const Share next = team.take(count, unit);
+            ask_for(matrix, next.first, smaller(next.last, next.first + kStrip));
+            function({body, own.last});
+            own = next;
+        }
+    }
+    // Meets the others before the first `count` rows of `next` are shared out.
+    void meet_before(const DecodeMatrix &next, int64_t count) {
+        const Share own = team.first(worker, count, unit_of(count));
+        const int64_t bytes = row_bytes(next);
+        team.wait({static_cast<const char *>(next.data) + own.first * bytes,
+                   (own.last - own.first) * bytes});
+    }
+    void meet_before(const DecodeMatrix &next) { meet_before(next, next.rows); }
+    // Meets the others before the heads of all rows are shared out, whose states are in `scan`.
+    void meet_before(const anymamba_tensor &scan, int64_t heads) {
+        const Share own = team.first(worker, rows * heads, 1);
+        const int64_t row = own.first / heads, head = own.first % heads;
+        const int64_t from = row * scan.stride[0] + head * scan.stride[1];
+        const int64_t together = smaller(heads - head, own.last - own.first) * scan.stride[1];
+        const auto *states = static_cast<const float *>(scan.data);
+        team.wait({reinterpret_cast<const char *>(states + from),
+                   together * (int64_t)sizeof(float)});
     }
     // Shows `values` to the matrices that follow.
     void present(const float *values, int64_t stride) {
@@ -47,10 +92,12 @@ struct Step {
     }
 };
 
-// A worker multiplies this many rows at a time, so that a share never splits a group.
-constexpr int64_t kShareUnit = 8;
+// Rows of the batch that share a reading of Mamba-1's step-size projection.
+constexpr int64_t kScanRows = 4;
 
+// Floats of Desk::scratch that a layer needs.
 int64_t scratch_floats(const DecodeLayer &layer);
+int64_t mamba3_scratch_floats(const DecodeLayer &layer);
 
 void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *to);
 

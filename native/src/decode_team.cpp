@@ -22,11 +22,20 @@ namespace {
 struct Meeting {
     alignas(64) std::atomic<int64_t> arrived{0};
     alignas(64) std::atomic<int64_t> number{0};
+    // Units of the current stage that are taken, besides the first shares.
+    alignas(64) std::atomic<int64_t> taken{0};
 };
 
 // Spinning hands over in nanoseconds. Where more threads than cores run, spinning alone would burn
 // whole time slices, so the core is offered to others after a few microseconds.
 constexpr int kSpins = 4000;
+
+// Asked for at a time, and at most: a small part of the second cache.
+constexpr int64_t kLines = 4 * 64, kMostSoon = 48 << 10;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t units_of(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
+inline int64_t first_units(int64_t units, int64_t workers) { return 3 * units / (4 * workers); }
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -46,19 +55,51 @@ inline void give_way() {
 
 }  // namespace
 
-void Team::wait() {
+void Team::wait(Soon soon) {
     if (size_ == 1) return;
     Meeting &meeting = *static_cast<Meeting *>(meeting_);
     const int64_t number = meeting.number.load(std::memory_order_acquire);
     if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         meeting.arrived.store(0, std::memory_order_relaxed);
+        meeting.taken.store(0, std::memory_order_relaxed);
         meeting.number.store(number + 1, std::memory_order_release);
         return;
     }
-    for (int spins = 0; meeting.number.load(std::memory_order_acquire) == number; ++spins) {
+    const char *const stop = soon.at + smaller(soon.bytes, kMostSoon);
+    for (int spins = 0; meeting.number.load(std::memory_order_acquire) == number;) {
+        if (soon.at < stop) {
+            for (int64_t line = 0; line < kLines; line += 64)
+                __builtin_prefetch(soon.at + line, 0, 2);
+            soon.at += kLines;
+            continue;
+        }
         relax();
-        if (spins >= kSpins) give_way();
+        if (++spins >= kSpins) give_way();
     }
+}
+
+// Cores are never equally fast for long: another program, a shared memory, a stage that only one
+// of them has had. So a quarter of the work is handed out in small and ever smaller shares to
+// whoever comes; the rest, the first shares, keeps the streams of memory long.
+Share Team::first(int64_t worker, int64_t count, int64_t unit) const {
+    if (size_ == 1) return {0, count};
+    const int64_t each = first_units(units_of(count, unit), size_);
+    return {worker * each * unit, smaller(count, (worker + 1) * each * unit)};
+}
+
+Share Team::take(int64_t count, int64_t unit) {
+    if (size_ == 1) return {0, 0};
+    const int64_t units = units_of(count, unit), start = size_ * first_units(units, size_);
+    const int64_t shared = units - start, least = units / 32 + 1;
+    std::atomic<int64_t> &taken = static_cast<Meeting *>(meeting_)->taken;
+    int64_t seen = taken.load(std::memory_order_relaxed), part;
+    do {
+        if (seen >= shared) return {0, 0};
+        part = (shared - seen) / (2 * size_);
+        if (part < least) part = smaller(least, shared - seen);
+    } while (!taken.compare_exchange_weak(seen, seen + part, std::memory_order_relaxed));
+    const int64_t begin = start + seen;
+    return {begin * unit, smaller(count, (begin + part) * unit)};
 }
 
 #if defined(ANYMAMBA_STD_THREADS)

@@ -1,5 +1,6 @@
 // Threads that work through one token together. They share every stage and meet at its end; work is
-// divided by output rows or heads, never inside a sum, so results do not depend on their number.
+// divided by output rows or heads, never inside a sum, so results depend neither on their number nor
+// on who did what.
 #pragma once
 
 #include <stdint.h>
@@ -8,14 +9,33 @@ namespace anymamba {
 
 class Team;
 
+// Some of the pieces of a stage's work: those from `first` to before `last`.
+struct Share {
+    int64_t first, last;
+
+    bool is_empty() const { return first >= last; }
+};
+
 // `body(context, team, worker)` on each worker; worker is in [0, team.size()).
 using TeamBody = void (*)(void *context, Team &team, int64_t worker);
+
+// Memory that a worker reads after a meeting. It is asked for while the worker waits, which costs
+// nothing: the worker has to read it anyway, and nobody waits for this worker any more.
+struct Soon {
+    const char *at = nullptr;
+    int64_t bytes = 0;
+};
 
 class Team {
   public:
     int64_t size() const { return size_; }
     // Returns when every worker has called it.
-    void wait();
+    void wait(Soon soon = {});
+    // Of `count` pieces of work, in whole units, those that are a worker's own. It may be empty.
+    Share first(int64_t worker, int64_t count, int64_t unit) const;
+    // Some of the others; empty when none are left. Between two meetings all workers share the same
+    // work, each of them until nothing is left.
+    Share take(int64_t count, int64_t unit);
 
   private:
     friend void run_team(int64_t threads, TeamBody body, void *context);
@@ -35,17 +55,5 @@ void run_together(int64_t threads, const Function &function) {
         },
         const_cast<Function *>(&function));
 }
-
-// The part of `count` things that one worker does, in whole units.
-struct Share {
-    int64_t first, last;
-
-    Share(int64_t count, int64_t unit, int64_t worker, int64_t workers) {
-        const int64_t units = (count + unit - 1) / unit;
-        first = units * worker / workers * unit;
-        last = units * (worker + 1) / workers * unit;
-        if (last > count) last = count;
-    }
-};
 
 }  // namespace anymamba

@@ -14,6 +14,7 @@ from anymamba.bench.machine import array_to_read, read_rate
 from anymamba.bench.token_limit import stored_bytes
 from anymamba.errors import BackendError
 from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
+from anymamba.ops import copy_to_large_pages
 
 __all__ = [
     "FORMATS",
@@ -181,7 +182,11 @@ class _Started(NamedTuple):
 def _model(config: MambaConfig, form: str) -> MambaLM:
     torch.manual_seed(0)
     lm = MambaLM(config, dtype=torch.bfloat16 if form == "bfloat16" else torch.float32)
-    return quantize_lm(lm, form) if form.startswith("int") else lm
+    lm = quantize_lm(lm, form) if form.startswith("int") else lm
+    # Weights lie as those of a checkpoint would.
+    for weight in (*lm.parameters(), *lm.buffers()):
+        weight.data = copy_to_large_pages(weight.data)
+    return lm
 
 
 def _our_engine(lm: MambaLM, rows: int) -> _Engine:

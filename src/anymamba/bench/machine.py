@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anymamba.bench.words import dtype_name
-from anymamba.ops import native_status
+from anymamba.ops import copy_to_large_pages, native_status
 from anymamba.version import __version__
 
 __all__ = ["Machine", "Rates", "Work", "array_to_read", "describe_machine", "read_rate"]
@@ -141,8 +141,11 @@ class Rates:
 
 
 def array_to_read(read_bytes: int = _READ_BYTES) -> Tensor:
-    """Return an array for `read_rate`, which is far beyond the caches unless told otherwise."""
-    return torch.ones(read_bytes // 4)
+    """Return an array for `read_rate`, which is far beyond the caches unless told otherwise.
+
+    In the same pages as the weights of a loaded model: the limit is the memory at its best.
+    """
+    return copy_to_large_pages(torch.ones(read_bytes // 4))
 
 
 def read_rate(array: Tensor) -> float:

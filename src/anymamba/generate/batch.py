@@ -11,6 +11,7 @@ from anymamba.errors import ConfigError, NonFiniteError, ShapeError
 from anymamba.generate.prompts import Progress, read_prompts
 from anymamba.generate.sampling import (
     SamplingConfig,
+    is_integer,
     penalize_counts,
     penalize_repetition,
     pick,
@@ -63,12 +64,12 @@ class Request:
         """Check the sizes and the stop ids."""
         for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not is_integer(value) or value < least:
                 raise ConfigError(
                     f"{self.where}: {name} must be an integer of at least {least}; got {value!r}."
                 )
         is_list = isinstance(self.stop_ids, Iterable)
-        if not is_list or not all(isinstance(token, int) for token in self.stop_ids):
+        if not is_list or not all(map(is_integer, self.stop_ids)):
             raise ConfigError(
                 f"{self.where}: stop_ids must be a list of token ids; got {self.stop_ids!r}. For "
                 "stop strings pass stop=, a function of the new ids."

@@ -14,6 +14,7 @@ A filter sees what its forerunners left: top-p measures the mass that remains af
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from anymamba.errors import ConfigError
 __all__ = [
     "SamplingConfig",
     "draw",
+    "is_integer",
     "keep_above",
     "keep_min_p",
     "keep_top_k",
@@ -239,6 +241,16 @@ def _kept_by_top_k(logits_bw: Tensor, k: int) -> Tensor | None:
     return places_bw[:, :k].sort(-1).values
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Say whether this is a whole number and no truth value, which Python counts among them.
+
+    Example:
+        >>> is_integer(1), is_integer(True)
+        (True, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def row_seed(seed: int, row: int) -> int:
     """Return the seed under which row `row` of a batch draws; row 0 has the batch's own seed.
 
@@ -258,11 +270,11 @@ def row_generators(where: str, seed: int | Sequence[int], rows: int) -> list[tor
     Raises:
         ConfigError: not integers, or not as many seeds as rows.
     """
-    if isinstance(seed, int):
+    if is_integer(seed):
         seeds = [row_seed(seed, row) for row in range(rows)]
     else:
         seeds = list(seed) if isinstance(seed, Sequence) else []
-        if len(seeds) != rows or not all(isinstance(s, int) for s in seeds):
+        if len(seeds) != rows or not all(map(is_integer, seeds)):
             raise ConfigError(
                 f"{where}: seed must be one integer, or one for each of the {rows} prompts; "
                 f"got {seed!r}."

@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from anymamba.errors import AnyMambaError, CheckpointError
 from anymamba.models import MambaConfig, MambaLM
+from anymamba.ops import copy_to_large_pages
 
-__all__ = ["check_match", "check_names", "filled", "outline", "skeleton"]
+__all__ = ["check_match", "check_names", "filled", "outline", "own_copy", "skeleton"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
@@ -175,12 +176,19 @@ def filled(
     """Return a model's parameters with copies of the stored values, one tensor at a time."""
     parameters: dict[str, nn.Parameter] = {}
     for name, empty in model.named_parameters():
-        value = stored[name].to(device=device, dtype=empty.dtype, copy=True)
-        parameter = nn.Parameter(value.contiguous(), requires_grad=empty.requires_grad)
+        value = own_copy(stored[name], device, empty.dtype)
+        parameter = nn.Parameter(value, requires_grad=empty.requires_grad)
         # Assigning replaces the parameter, and with it the tags that optimisers look for.
         vars(parameter).update(vars(empty))
         parameters[name] = parameter
     return parameters
+
+
+def own_copy(stored: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy on a device; on the CPU in memory that is quick to read."""
+    if device.type == "cpu":
+        return copy_to_large_pages(stored, dtype)
+    return stored.to(device=device, dtype=dtype, copy=True).contiguous()
 
 
 def _same(embedding: Tensor, head: Tensor) -> bool:

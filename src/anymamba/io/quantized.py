@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import CheckpointError, ConfigError
-from anymamba.io.match import HEAD
+from anymamba.io.match import HEAD, own_copy
 from anymamba.io.weights_file import WEIGHT_FILES, shards_of
 from anymamba.models import MambaLM, outline_quantized, quantized_modules
 from anymamba.nn import SCHEMES, quantize
@@ -115,8 +115,8 @@ def fill_quantized(model: MambaLM, stored: Mapping[str, Tensor], device: torch.d
             values, scales = stored[f"{name}.values"], stored[f"{name}.scales"]
         else:
             values, scales = quantize(stored[f"{name}.weight"], module.scheme)
-        module.values = values.to(device, copy=True).contiguous()
-        module.scales = scales.to(device, copy=True).contiguous()
+        module.values = own_copy(values, device, values.dtype)
+        module.scales = own_copy(scales, device, scales.dtype)
     model.tie_weights()
 
 

@@ -24,7 +24,7 @@ from anymamba.ops.conv import (
 from anymamba.ops.half_linear import linear
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
 from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
-from anymamba.ops.native import NativeStatus, native_status
+from anymamba.ops.native import NativeStatus, copy_to_large_pages, native_status
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
     A_ACTIVATIONS,
@@ -126,6 +126,7 @@ __all__ = [
     "causal_conv1d_step",
     "check_one_precision",
     "clamp_dt",
+    "copy_to_large_pages",
     "cross_entropy_rows",
     "cumulate_angles",
     "cumulate_quaternions",
