@@ -11,6 +11,7 @@ symbol came (spinor): see `reset_limits.py`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,9 @@ LIMITS = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Fill the table, draw it and print it."""
-    options = flags(__doc__ or "").parse_args()
+    options = flags(__doc__ or "").parse_args(arguments)
     study = Study("reset", options)
     scores: dict[Contender, Scores] = {}
     for contender in CONTENDERS:
@@ -94,7 +95,7 @@ def main() -> None:
             )
             if result is not None:
                 scores.setdefault(contender, {})[seed] = result["test"]
-    report(scores)
+    print(table_of(scores))
     draw(study, scores)
     print(f"\n{study.time_spent()}")
 
@@ -171,18 +172,26 @@ def limits(task: Task) -> dict[str, float]:
     }
 
 
-def report(scores: dict[Contender, Scores]) -> None:
-    """Print accuracy by family, worst and best seed, beside the limits."""
+def table_of(scores: dict[Contender, Scores]) -> str:
+    """Return the table in Markdown: worst to best seed on each family, beside the limits."""
+    lines = [
+        "| task | who | accuracy on its families, % | all families at 100 % |",
+        "|---|---|---|---|",
+    ]
     for task in TASKS.values():
-        print(f"\n{task.name}: accuracy % on {', '.join(task.families)}; worst to best seed")
         for contender, runs in scores.items():
             if contender.task == task.name:
                 ranges = [[run[family] for run in runs.values()] for family in task.families]
-                cells = "  ".join(f"{min(r):6.2f} to {max(r):6.2f}" for r in ranges)
+                cells = [
+                    f"{name} {min(r):.2f} to {max(r):.2f}"
+                    for name, r in zip(task.families, ranges, strict=True)
+                ]
                 solved = [seed for seed, run in runs.items() if min(run.values()) == 100]
-                print(f"  {contender.name:24} {cells}  100 % with seeds {solved} of {list(runs)}")
-        cells = "  ".join(f"{value:6.2f}          " for value in limits(task).values())
-        print(f"  {LIMITS[task.name][0]:24} {cells}")
+                seeds = f"{len(solved)} of {len(runs)} seeds: {', '.join(map(str, solved)) or '-'}"
+                lines.append(f"| {task.name} | {contender.name} | {', '.join(cells)} | {seeds} |")
+        cells = [f"{name} {value:.2f}" for name, value in limits(task).items()]
+        lines.append(f"| {task.name} | {LIMITS[task.name][0]} | {', '.join(cells)} | |")
+    return "\n".join(lines)
 
 
 def draw(study: Study, scores: dict[Contender, Scores]) -> None:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+import reset
 import state_tracking
 from study import RESULTS
 
@@ -13,9 +16,11 @@ def printed_table(main, capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
 
 
-def test_the_state_tracking_table_is_the_one_its_study_prints(capsys, monkeypatch):
+@pytest.mark.parametrize("study", [state_tracking, reset], ids=lambda study: study.__name__)
+def test_a_table_on_the_page_is_the_one_its_study_prints(study, capsys, monkeypatch):
     """Every number on the page comes out of the committed results."""
-    monkeypatch.setattr(state_tracking, "draw_bars", lambda *_, **__: None)
+    for draw in ("draw_bars", "draw"):
+        monkeypatch.setattr(study, draw, lambda *_, **__: None, raising=False)
     lines = PAGE.read_text().splitlines()
-    missing = [line for line in printed_table(state_tracking.main, capsys) if line not in lines]
+    missing = [line for line in printed_table(study.main, capsys) if line not in lines]
     assert missing == [], f"run the study's command with --plot-only; results lie in {RESULTS}"

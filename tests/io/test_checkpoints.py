@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from checkpoints import (
 )
 
 from anymamba.io import convert_checkpoint, load_pretrained, read_config, save_pretrained
-from anymamba.models import MambaLM
+from anymamba.models import MambaConfig, MambaLM
 
 WEIGHTS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 ROUTES = [
@@ -185,3 +186,15 @@ def test_conversion_takes_the_tokenizer_along(folder: Path, tmp_path: Path):
     assert (tmp_path / "two" / "tokenizer.json").read_text() == '{"model": 1}'
     assert json.loads((tmp_path / "two" / "config.json").read_text())["eos_token_id"] == 11
     assert read_config(tmp_path / "two") == read_config(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for large pages")
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_loaded_weights_begin_at_a_large_page(tmp_path: Path, scheme: str | None):
+    """What `from_pretrained` returns decodes at the speed of such pages."""
+    MambaLM(MambaConfig(d_model=512, n_layer=1, vocab_size=4200)).save_pretrained(tmp_path)
+    lm = MambaLM.from_pretrained(tmp_path, quantize=scheme)
+    table: Any = lm.backbone.embedding
+    weight = table.weight if scheme is None else table.values
+    assert weight.nbytes >= 2 << 20
+    assert weight.data_ptr() % (2 << 20) == 0

@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from anymamba.errors import BackendError, ConfigError
 from anymamba.ops import native_status, ssd_core
-from anymamba.ops.native import new_tensor
 from anymamba.ops.native.library import load
 from anymamba.settings import override
 from kernels import NATIVE, running
@@ -175,41 +173,3 @@ def test_the_portable_code_is_the_same_without_the_library():
         portable = ssd_core(*inputs())
     assert_same(portable.y_bsmhp, plain.y_bsmhp)
     assert_same(portable.final_bhpr, plain.final_bhpr)
-
-
-def _mapping_of(tensor: torch.Tensor) -> dict[str, list[str]]:
-    """Return what the system tells about the memory around the middle of a tensor."""
-    address, is_inside, found = tensor.data_ptr() + tensor.nbytes // 2, False, {}
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            start, stop = (int(border, 16) for border in first.split("-"))
-            is_inside = start <= address < stop
-        elif is_inside:
-            found[first] = rest
-    return found
-
-
-_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-HAS_LARGE_PAGES = pytest.mark.skipif(
-    not _SWITCH.exists() or "[never]" in _SWITCH.read_text(encoding="utf-8"),
-    reason="this system has no large pages",
-)
-
-
-@HAS_LARGE_PAGES
-def test_large_results_lie_in_large_pages():
-    """Memory that a kernel fills for the first time costs one fault per large page."""
-    torch.use_deterministic_algorithms(False)  # poisoning would fill it before it is advised
-    tensor = new_tensor(torch.zeros(1), (64 << 20,), torch.uint8)
-    tensor.fill_(1)
-    assert int(_mapping_of(tensor)["AnonHugePages:"][0]) >= 32 << 10
-
-
-@HAS_LARGE_PAGES
-def test_results_of_a_few_megabytes_ask_for_large_pages():
-    """Memory of the heap may have been used before, so only the wish is certain."""
-    tensor = new_tensor(torch.zeros(1), (5 << 20,), torch.uint8)
-    assert "hg" in _mapping_of(tensor)["VmFlags:"]
