@@ -3,10 +3,10 @@
     python tools/measure_latency.py                              # three minutes
     python tools/measure_latency.py --preset mamba2-130m --quantize int8
 
-The 100,000 tokens are those of a small model: its caches and its decoder are those of any other. How
-evenly tokens come and what choosing one costs is measured on a published size. Weights are random:
-top-p alone then meets flat logits, its slowest case. An idle machine, please: whatever else runs is
-in the slowest hundredth.
+The 100,000 tokens are those of a small model: its caches and its decoder are those of any other.
+How evenly tokens come and what choosing one costs is measured on a published size. Weights are
+random: top-p alone then meets flat logits, its slowest case. An idle machine, please: whatever else
+runs is in the slowest hundredth.
 """
 
 import argparse
