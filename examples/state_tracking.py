@@ -226,7 +226,7 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
 def setting_of(
     task: str, name: str, size: Size, seed: int, peak: float, stop_at: int
 ) -> dict[str, Any]:
-    """Return all that decides a cell."""
+    """Return what may differ between cells; what all have in common is code."""
     return {
         "task": task,
         "ssm_cfg": row_of(name, task).ssm_cfg,

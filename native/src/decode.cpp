@@ -17,7 +17,7 @@ struct Widths {
             mixed = larger(mixed, layer.out_proj.columns);
             narrow = larger(narrow, layer.x_proj.rows);
             hidden = larger(hidden, layer.fc1.rows);
-            scratch = larger(scratch, scratch_floats(layer));
+            scratch = larger(scratch, scratch_bytes(layer));
         }
         inputs = larger(inputs, larger(mixed, hidden));
     }
@@ -44,7 +44,7 @@ Desk take_desk(Carver &carver, const Widths &widths, int64_t width, int64_t rows
     desk.normed_stride = columns;
     desk.stream = carver.floats(rows * padded(width));
     desk.normed = carver.floats(rows * columns);
-    desk.scratch = carver.floats(widths.scratch);
+    desk.scratch = carver.take<char>(widths.scratch);
     desk.x.paired_stride = columns;
     desk.x.paired = carver.floats(rows * columns);
     desk.x.words = carver.take<int32_t>(rows * columns / 2);

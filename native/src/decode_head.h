@@ -25,20 +25,20 @@ struct HeadDesk {
     float *y, *gate;  // (rank, width)
     float *sum;       // (width)
 
-    HeadDesk(const DecodeLayer &layer, float *at)
+    HeadDesk(Carver &carver, const DecodeLayer &layer)
         : state(padded_state(layer)), width(layer.headdim), key_count(2 * layer.rank) {
         const int64_t keys_of_token = layer.rank * state, values = layer.rank * width;
-        base_b = at;
-        base_c = base_b + keys_of_token;
-        keys = base_c + keys_of_token;
+        base_b = carver.floats(keys_of_token);
+        base_c = carver.floats(keys_of_token);
+        keys = carver.floats(2 * keys_of_token);
         b = keys + keys_of_token;
-        c = b + keys_of_token;
-        turns.rows = c + keys_of_token;
+        c = carver.floats(keys_of_token);
         turns.stride = padded_turns(layer);
-        amounts = turns.rows + 8 * turns.stride;
-        y = amounts + 2 * values;
-        gate = y + values;
-        sum = gate + values;
+        turns.rows = carver.floats(8 * turns.stride);
+        amounts = carver.floats(2 * values);
+        y = carver.floats(values);
+        gate = carver.floats(values);
+        sum = carver.floats(width);
     }
 };
 

@@ -18,10 +18,17 @@ void normalize_rates(const DecodeLayer &layer, float *rates) {
     }
 }
 
+// Rows of the batch that share a reading of the step-size projection.
+constexpr int64_t kScanRows = 4;
+
 // A worker's memory for kScanRows rows of the batch, whose step sizes are made together.
 struct RowDesks {
-    float *first;
     int64_t inner, rank_and_states;
+    float *first;
+
+    RowDesks(Carver &carver, const DecodeLayer &layer)
+        : inner(layer.inner), rank_and_states(layer.x_proj.rows),
+          first(carver.floats(kScanRows * (inner + rank_and_states))) {}
 
     float *dt(int64_t row) const { return first + row * (inner + rank_and_states); }
     float *rates(int64_t row) const { return dt(row) + inner; }
@@ -143,7 +150,8 @@ int64_t scan_rows(const Step &step, const DecodeLayer &layer, const anymamba_ten
         if (step.rows - first < kCount)
             return scan_rows<kCount - 1>(step, layer, scan, first, own);
     const Board &board = step.board;
-    const RowDesks desks{step.desk.scratch, layer.inner, layer.x_proj.rows};
+    Carver carver{step.desk.scratch};
+    const RowDesks desks(carver, layer);
     for (int64_t row = 0; row < kCount; ++row) {
         memcpy(desks.rates(row), board.narrow + (first + row) * board.narrow_stride,
                (size_t)layer.x_proj.rows * sizeof(float));
@@ -157,6 +165,12 @@ int64_t scan_rows(const Step &step, const DecodeLayer &layer, const anymamba_ten
 
 }  // namespace
 
+int64_t mamba1_scratch_bytes(const DecodeLayer &layer) {
+    Carver measure{nullptr};
+    RowDesks(measure, layer);
+    return measure.used;
+}
+
 void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
     const Board &board = step.board;
     project_and_convolve(step, layer, states[0], 0, layer.inner);
@@ -165,7 +179,8 @@ void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
     prepare(layer.x_proj, &step.desk.x);
     multiply_share(step, layer.x_proj, board.narrow, board.narrow_stride);
     step.team.wait();
-    step.share_out(layer.inner, 4 * kDecodeGroup, [&](Share own) {
+    static_assert(kStrip % kDecodeGroup == 0, "a share starts at a whole group");
+    step.share_out(layer.inner, unit_of(layer.inner, step.team.size()), [&](Share own) {
         for (int64_t row = 0; row < step.rows;)
             row += scan_rows<kScanRows>(step, layer, states[1], row, own);
     });

@@ -48,7 +48,7 @@ void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     const float dt = clamp(first_of(softplus(splat(raw + layer.dt_bias[head]))), layer.dt_low,
                            layer.dt_high);
     const float alpha = first_of(exp(splat(dt * layer.a[head])));
-    float *input = step.desk.scratch;
+    float *input = reinterpret_cast<float *>(step.desk.scratch);
     for (int64_t p = 0; p < width; ++p) input[p] = dt * x[p];
     float *state = static_cast<float *>(scan.data) + row * scan.stride[0] + head * scan.stride[1];
     float *y = board.mixed + row * board.mixed_stride + layer.mlp + head * width;
@@ -91,6 +91,10 @@ void run_around(Step &step, const DecodeLayer &layer) {
 }
 
 }  // namespace
+
+int64_t mamba2_scratch_bytes(const DecodeLayer &layer) {
+    return layer.headdim * (int64_t)sizeof(float);
+}
 
 void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
     const Board &board = step.board;

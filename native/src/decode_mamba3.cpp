@@ -142,11 +142,12 @@ struct Heads {
     const Step &step;
     const DecodeLayer &layer;
     const anymamba_tensor *states;
+    Carver carver;
     HeadDesk desk;
     int64_t known_row = -1, known_group = -1;
 
     Heads(const Step &of, const DecodeLayer &in, const anymamba_tensor *at)
-        : step(of), layer(in), states(at), desk(in, of.desk.scratch) {}
+        : step(of), layer(in), states(at), carver{of.desk.scratch}, desk(carver, in) {}
 
     void run(int64_t row, int64_t head) {
         const Board &board = step.board;
@@ -169,9 +170,10 @@ struct Heads {
 
 }  // namespace
 
-int64_t mamba3_scratch_floats(const DecodeLayer &layer) {
-    const int64_t keys = layer.rank * padded_state(layer), values = layer.rank * layer.headdim;
-    return 5 * keys + 8 * padded_turns(layer) + 4 * values + layer.headdim;
+int64_t mamba3_scratch_bytes(const DecodeLayer &layer) {
+    Carver measure{nullptr};
+    HeadDesk(measure, layer);
+    return measure.used;
 }
 
 void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {

@@ -132,10 +132,10 @@ void project_and_convolve(Step &step, const DecodeLayer &layer, const anymamba_t
     });
 }
 
-int64_t scratch_floats(const DecodeLayer &layer) {
-    if (layer.family == 1) return kScanRows * (layer.inner + layer.x_proj.rows);
-    if (layer.family == 2) return layer.headdim;
-    return mamba3_scratch_floats(layer);
+int64_t scratch_bytes(const DecodeLayer &layer) {
+    if (layer.family == 1) return mamba1_scratch_bytes(layer);
+    if (layer.family == 2) return mamba2_scratch_bytes(layer);
+    return mamba3_scratch_bytes(layer);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

@@ -20,15 +20,17 @@ struct Desk {
     float *stream;  // the residual stream, (rows, branch_stride)
     float *normed;  // (rows, normed_stride)
     int64_t normed_stride;
-    float *scratch;  // see scratch_floats
+    char *scratch;  // see scratch_bytes
     Activations x;
 };
 
 // Rows that are read together, at most.
 constexpr int64_t kStrip = 16;
 
-// Rows of a matrix of which shares consist.
-ANYMAMBA_INLINE int64_t unit_of(int64_t rows) { return rows < 24 * kStrip ? kStrip : 3 * kStrip; }
+// Rows of a matrix of which shares consist: large where every worker still has many of them.
+ANYMAMBA_INLINE int64_t unit_of(int64_t rows, int64_t workers) {
+    return rows < 12 * kStrip * workers ? kStrip : 3 * kStrip;
+}
 
 struct Step {
     const DecodeProgram &program;
@@ -54,7 +56,7 @@ struct Step {
     template <class Function>
     ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count,
                                     const Function &function) {
-        const int64_t unit = unit_of(count);
+        const int64_t unit = unit_of(count, team.size());
         Share own = team.first(worker, count, unit);
         if (own.is_empty()) own = team.take(count, unit);
         while (!own.is_empty()) {
@@ -68,7 +70,7 @@ struct Step {
     }
     // Meets the others before the first `count` rows of `next` are shared out.
     void meet_before(const DecodeMatrix &next, int64_t count) {
-        const Share own = team.first(worker, count, unit_of(count));
+        const Share own = team.first(worker, count, unit_of(count, team.size()));
         const int64_t bytes = row_bytes(next);
         team.wait({static_cast<const char *>(next.data) + own.first * bytes,
                    (own.last - own.first) * bytes});
@@ -92,12 +94,11 @@ struct Step {
     }
 };
 
-// Rows of the batch that share a reading of Mamba-1's step-size projection.
-constexpr int64_t kScanRows = 4;
-
-// Floats of Desk::scratch that a layer needs.
-int64_t scratch_floats(const DecodeLayer &layer);
-int64_t mamba3_scratch_floats(const DecodeLayer &layer);
+// Of Desk::scratch, what a layer needs.
+int64_t scratch_bytes(const DecodeLayer &layer);
+int64_t mamba1_scratch_bytes(const DecodeLayer &layer);
+int64_t mamba2_scratch_bytes(const DecodeLayer &layer);
+int64_t mamba3_scratch_bytes(const DecodeLayer &layer);
 
 void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *to);
 

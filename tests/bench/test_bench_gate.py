@@ -92,6 +92,7 @@ def test_half_types_may_stray_as_far_as_the_reference_does():
     assert near.timing
     assert not far.ok
     assert far.error == pytest.approx(0.3)
+    assert far.limit == near.limit == pytest.approx(0.02 + 2 * 0.05)
 
 
 def test_a_reference_without_a_result_excuses_nobody():

@@ -35,7 +35,7 @@ def row(
     """Return a measured row, or one with a reason."""
     case = replace(toy_case({}, name=name, mode=mode, group=group), dtype=dtype)
     timing = None if seconds is None else Timing(seconds, seconds, seconds, 3)
-    return Row(case, way, "", 0.0, True, why_not, timing=timing, peak=peak, results=results)
+    return Row(case, way, error=0.0, why_not=why_not, timing=timing, peak=peak, results=results)
 
 
 def budget_of(rows, growth=(), threads=(), mm=1000.0):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from anymamba.generate import generate, generate_detailed, keep_top_k, stream
+from anymamba.generate.batch import Batch
 from anymamba.models import quantize_lm
+from anymamba.settings import override
 from decoder_cases import model, used_cache
 
 
@@ -67,6 +69,29 @@ def test_any_head_can_be_put_in(kind):
     lm.lm_head = head if kind == "more rows" else nn.Sequential(lm.lm_head)
     assert generate(lm, [[1, 2], [3]], max_new_tokens=8) == want
     assert list(stream(lm, [1, 2], max_new_tokens=8)) == want[0]
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_an_interrupt_behind_the_model_leaves_a_whole_token(native, monkeypatch):
+    """Between the model's answer and the next token nothing is half done, on modules either."""
+    lm = model("mamba2")
+    want = generate(lm, [[1, 2]], max_new_tokens=6)[0]
+    real, calls = Batch._real, []
+
+    def interrupted(batch, logits_bw):
+        calls.append(logits_bw)
+        # The first call is the prompt's.
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(batch, logits_bw)
+
+    monkeypatch.setattr(Batch, "_real", interrupted)
+    with override(native=native):
+        tokens_ = stream(lm, [1, 2], max_new_tokens=6)
+        with pytest.raises(KeyboardInterrupt):
+            list(tokens_)
+        assert [*tokens_.ids, *tokens_] == want
+    assert int(tokens_.cache.position_b[0]) == 2 + 6
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals")

@@ -148,10 +148,21 @@ def threads():
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int4"])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2 around", "mamba3 rank 4 normed"])
-def test_threads_change_no_bit(name, form, threads):
-    """Logits and states are the same bits on 1, 2 and 5 threads."""
-    lm = model(name, torch.bfloat16 if form == "bfloat16" else torch.float32, d_model=48)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("mamba1", {}),
+        ("mamba1", {"vocab_size": 2000, "d_intermediate": 400}),
+        ("mamba2 around", {}),
+        ("mamba3 rank 4 normed", {}),
+        ("mamba3 rank 4 normed", {"vocab_size": 2000, "d_intermediate": 400}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "large" if value else "small",
+)
+def test_threads_change_no_bit(name, sizes, form, threads):
+    """Logits and states are the same bits on 1, 2 and 5 threads, however work is shared out."""
+    dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
+    lm = model(name, dtype, **{"d_model": 48, **sizes})
     if form == "int4":
         quantize_lm(lm, form)
     start, ids_b, results = used_cache(lm, 3), tokens(3), []

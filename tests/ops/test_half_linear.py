@@ -153,7 +153,7 @@ def test_a_hooked_or_replaced_projection_is_called_as_a_module():
 
 
 def test_float32_weights_are_not_rounded(monkeypatch):
-    """Under autocast only activations have the half type: not the weight, nor its gradient."""
+    """Under autocast only activations have the half type: no weight or bias, nor its gradient."""
     monkeypatch.setattr("anymamba.ops.half_linear._HAS_PRODUCT", LACKING)
     x, weight, bias = leaves = operands(torch.float32)
     exact = wide([x.bfloat16(), weight, bias])
@@ -162,9 +162,10 @@ def test_float32_weights_are_not_rounded(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         actual = linear(*leaves)
     assert (actual == expected.bfloat16()).float().mean() > 0.99
-    [found] = torch.autograd.grad(actual, weight, head)
-    [wanted] = torch.autograd.grad(expected, exact[1], head.double())
-    assert float((wanted - found).abs().max()) <= 1e-6 * float(wanted.abs().max())
+    found = torch.autograd.grad(actual, [weight, bias], head)
+    wanted = torch.autograd.grad(expected, exact[1:], head.double())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert float((theirs - ours).abs().max()) <= 1e-6 * float(theirs.abs().max())
 
 
 def test_autocast_copies_no_weight(monkeypatch):

@@ -145,11 +145,11 @@ def array_to_read(read_bytes: int = _READ_BYTES) -> Tensor:
 
     In the same pages as the weights of a loaded model: the limit is the memory at its best.
     """
-    return copy_to_large_pages(torch.ones(read_bytes // 4))
+    return copy_to_large_pages(torch.ones(()).expand(read_bytes // 4))
 
 
 def read_rate(array: Tensor) -> float:
-    """Return the bytes per second of reading an array, once.
+    """Return the bytes per second of reading an array: the best of a few readings.
 
     Args:
         array: float32; what `array_to_read` returned.

@@ -34,6 +34,7 @@ class Row(NamedTuple):
         way: the column.
         note: which algorithm, where there are several.
         error: distance from the reference at the gate; None when it did not run.
+        limit: of that distance.
         ok: whether it agreed with the reference, or honestly did not run.
         why_not: why there is no time.
         timing: seconds; None without one.
@@ -45,6 +46,7 @@ class Row(NamedTuple):
     way: str
     note: str = ""
     error: float | None = None
+    limit: float | None = None
     ok: bool = True
     why_not: str | None = None
     timing: Timing | None = None
@@ -131,5 +133,14 @@ def _row(
         )
     peak, results = held.get(name, (0, 0))
     return Row(
-        case, name, note, verdict.error, verdict.ok, why_not, timings.get(name), peak, results
+        case=case,
+        way=name,
+        note=note,
+        error=verdict.error,
+        limit=verdict.limit,
+        ok=verdict.ok,
+        why_not=why_not,
+        timing=timings.get(name),
+        peak=peak,
+        results=results,
     )

@@ -118,6 +118,7 @@ class Report:
             "note": row.note,
             "ok": row.ok,
             "error": _finite(row.error),
+            "limit": row.limit,
             "why_not": row.why_not,
             "seconds": timing and timing.median,
             "quartiles": timing and [timing.low, timing.high],

@@ -167,9 +167,12 @@ class Batch:
         ids_b = torch.tensor(newest, device=self.logits_bw.device)
         # Known beforehand: an interrupt may come when the state has moved and nothing is returned.
         self._landing_bw = torch.empty(len(newest), self._width, dtype=torch.float32, device="cpu")
-        logits_bw, self.cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
+        logits_bw, cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
         self.logits_bw = self._real(logits_bw)
+        # The state comes last: where modules made a new one, nothing was landed, and an interrupt
+        # up to here lets the token be fed again.
         self._landing_bw = None
+        self.cache = cache
 
     def recover(self) -> None:
         """Take the logits of a token that was interrupted after the decoder had moved the state."""

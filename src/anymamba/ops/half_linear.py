@@ -134,6 +134,7 @@ class _Widened(torch.autograd.Function):
         for_x, for_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if for_weight else None, weight_oi if for_x else None)
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight_oi.dtype
+        ctx.bias_dtype = None if bias_o is None else bias_o.dtype
         x_si = x.flatten(0, -2).float()
         out, inner = weight_oi.shape
         is_wide = result == torch.float32
@@ -168,5 +169,5 @@ class _Widened(torch.autograd.Function):
             x_is = x.flatten(0, -2).T
             grad_weight_oi = _Widened.apply(grad_so.T, x_is, None, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias_o = grad_so.sum(0)
+            grad_bias_o = grad_so.sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_weight_oi, grad_bias_o, None
