@@ -55,16 +55,48 @@ class Size(NamedTuple):
     tested: int = 2048
 
 
+class Task(NamedTuple):
+    """What a column of the table has for itself.
+
+    Attributes:
+        size: of the model and its training.
+        learning_rates: those that are tried.
+        rope_fraction: share of the state that turns.
+        ssm_cfg: of every mixer.
+        lengths: of training sequences, how they are spread from 3 to the longest.
+    """
+
+    size: Size
+    learning_rates: Sequence[float]
+    rope_fraction: float
+    ssm_cfg: dict[str, Any]
+    lengths: str
+
+
 # Three layers at 1e-2 are ahead after a tenth of the steps and stay where they are: trials would
-# choose it, and nothing would come of it.
-LEARNING_RATES = {
-    "parity": (1e-3, 3e-3, 1e-2),
-    "arithmetic": (1e-3, 3e-3),
-    "brackets": (1e-3, 3e-3),
+# choose it, and nothing would come of it. A turn is a step size times an angle: with step sizes of
+# 0.001 to 0.1, the default, fifths of a turn are far away at the beginning, and three layers
+# memorise short sequences instead.
+ARITHMETIC = Task(
+    size=Size(layers=3, width=64, steps=5000),
+    learning_rates=(1e-3, 3e-3),
+    rope_fraction=1.0,
+    ssm_cfg={"dt_min": 0.1, "dt_max": 1.0},
+    lengths="even",
+)
+TASKS = {
+    # One half turn is all that parity needs, and what does not turn stays exact.
+    "parity": Task(
+        size=Size(layers=1, width=32, steps=2000),
+        learning_rates=(1e-3, 3e-3, 1e-2),
+        rope_fraction=0.5,
+        ssm_cfg={},
+        lengths="logarithmic",
+    ),
+    "arithmetic": ARITHMETIC,
+    "brackets": ARITHMETIC,
 }
-# Share of the state that turns. One half turn is all that parity needs, and what does not turn
-# stays exact; arithmetic modulo 5 needs many turns, and found its rule sooner with all of them.
-ROPE_FRACTION = {"parity": 0.5, "arithmetic": 1.0, "brackets": 1.0}
+QUICK = Size(layers=1, width=32, steps=60, tested=128)
 
 
 MAMBA3 = {
@@ -92,20 +124,14 @@ ROWS = {
     "Mamba-3, quaternions": Row({**MAMBA3, "rotation": "quaternion"}),
     "Mamba-3, heavy tail": Row({**MAMBA3, "a_activation": "heavy_tail"}),
 }
-SIZES = {
-    "parity": Size(layers=1, width=32, steps=2000),
-    "arithmetic": Size(layers=3, width=64, steps=8000),
-    "brackets": Size(layers=3, width=64, steps=8000),
-}
-QUICK = Size(layers=1, width=32, steps=60, tested=128)
 
 
 def row_of(name: str, task: str) -> Row:
-    """Return a row of the table with the turning share of the task, unless it has its own."""
-    row = ROWS[name]
-    if row.ssm_cfg["layer"] != "Mamba3":
-        return row
-    return row._replace(ssm_cfg={"rope_fraction": ROPE_FRACTION[task], **row.ssm_cfg})
+    """Return a row of the table with what the task wants, unless the row has its own."""
+    row, wanted = ROWS[name], dict(TASKS[task].ssm_cfg)
+    if row.ssm_cfg["layer"] == "Mamba3":
+        wanted["rope_fraction"] = TASKS[task].rope_fraction
+    return row._replace(ssm_cfg=wanted | row.ssm_cfg)
 
 
 def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
@@ -140,15 +166,22 @@ def after_start(batch: Batch, language: Language) -> Batch:
     return Batch(tokens, torch.cat([torch.full_like(start, UNASKED), batch.answers], 1))
 
 
-def loss_of(model: am.MambaLM, language: Language, seed: int, step: int, steps: int) -> Tensor:
-    """Return the loss on the batch of a step: rows of one length, from 3 to the longest.
+def length_at(place: float, longest: int, lengths: str) -> int:
+    """Return a length between the shortest, at place 0, and the longest, at place 1."""
+    if lengths == "even":
+        return SHORTEST + round(place * (longest - SHORTEST))
+    return round(SHORTEST * (longest / SHORTEST) ** place)
 
-    Lengths are even on a logarithmic scale: the rule is found in many short rows, and made exact
-    in a few long ones.
+
+def loss_of(model: am.MambaLM, task: str, seed: int, step: int, steps: int) -> Tensor:
+    """Return the loss on the batch of a step: rows of one length.
+
+    On a logarithmic scale most rows are short: parity is found in those, and made exact in a few
+    long ones.
     """
-    generator = seeded(TRAINING_DATA, seed, step)
+    language, generator = LANGUAGES[task], seeded(TRAINING_DATA, seed, step)
     place = float(torch.rand(1, generator=generator))
-    length = round(SHORTEST * (longest_at(step, steps) / SHORTEST) ** place)
+    length = length_at(place, longest_at(step, steps), TASKS[task].lengths)
     batch = language.batch(TOKENS // length, length, generator, uneven=True)
     tokens, answers = after_start(batch, language)
     return F.cross_entropy(model(tokens).flatten(0, 1), answers.flatten(), ignore_index=UNASKED)
@@ -190,7 +223,7 @@ def train_cell(
         model,
         torch.optim.AdamW(model.parameters(), **ADAM, fused=True),
         Schedule(stop_at, learning_rate(peak, size.steps), max(20, size.steps // 20)),
-        lambda step: loss_of(model, language, seed, step, size.steps),
+        lambda step: loss_of(model, task, seed, step, size.steps),
         lambda _: {"score": score(model, language, size.tested // 8, seed=0)},
         enough=lambda measures: measures["score"] >= SOLVED,
     )
@@ -209,7 +242,7 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
     """Return the learning rate with the lowest loss in its trial; None while trials are missing."""
     stop_at = max(1, int(TRIAL * size.steps))
     losses: dict[float, float] = {}
-    for peak in LEARNING_RATES[task]:
+    for peak in TASKS[task].learning_rates:
         result = study.cell(
             f"{task} | {name} | trial of {peak:g}",
             setting_of(task, name, size, 0, peak, stop_at),
@@ -219,7 +252,7 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
         )
         if result is not None:
             losses[peak] = result["loss"]
-    is_complete = len(losses) == len(LEARNING_RATES[task])
+    is_complete = len(losses) == len(TASKS[task].learning_rates)
     return min(losses, key=lambda peak: losses[peak]) if is_complete else None
 
 
@@ -235,6 +268,7 @@ def setting_of(
         "learning_rate": peak,
         "stop_at": stop_at,
         "longest": [SHORT, LONG],
+        "lengths": TASKS[task].lengths,
         "tokens": TOKENS,
         "fall": FALL,
         "adam": ADAM,
@@ -283,8 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.seeds or (1 if options.quick else 3))
     study = Study("state_tracking", options)
     scores: dict[str, dict[str, list[float]]] = {}
-    for task, full in SIZES.items():
-        size = QUICK if options.quick else full._replace(steps=int(options.budget * full.steps))
+    for task, column in TASKS.items():
+        steps = int(options.budget * column.size.steps)
+        size = QUICK if options.quick else column.size._replace(steps=steps)
         scores[task] = {name: scores_of(study, task, name, size, seeds) for name in ROWS}
     print(table_of(scores))
     print(study.time_spent())

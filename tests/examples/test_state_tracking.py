@@ -14,7 +14,7 @@ from state_tracking import (
     LONG,
     ROWS,
     SHORT,
-    SIZES,
+    TASKS,
     Size,
     after_start,
     longest_at,
@@ -50,7 +50,7 @@ def test_batches_have_all_lengths_of_the_curriculum_and_about_the_same_tokens():
         return torch.zeros(*tokens.shape, 2, requires_grad=True)
 
     for step in range(400):
-        loss_of(model, LANGUAGES["parity"], seed=0, step=step, steps=400)
+        loss_of(model, "parity", seed=0, step=step, steps=400)
     lengths = [length - 1 for _, length in shapes]
     assert min(lengths) == 3
     assert max(lengths[:100]) <= SHORT < 0.9 * LONG < max(lengths) <= LONG
@@ -157,7 +157,7 @@ def test_half_a_turn_is_what_makes_it_parity():
 
 
 def test_every_row_of_the_paper_has_its_three_numbers():
-    assert all(set(row.paper) == set(SIZES) for row in ROWS.values() if row.paper)
+    assert all(set(row.paper) == set(TASKS) for row in ROWS.values() if row.paper)
 
 
 @pytest.mark.slow

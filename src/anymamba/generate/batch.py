@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -146,8 +147,8 @@ class Batch:
     def draw(self) -> None:
         """Choose the next token of every row, append it, and say which rows are finished."""
         logits_bw = self._processed(self._penalized(self.logits_bw))
-        self._check(logits_bw)
-        ids_b = pick(logits_bw, self.request.sampling, [row.random for row in self.rows])
+        generators = [row.random for row in self.rows]
+        ids_b = pick(logits_bw, self.request.sampling, generators, self._check)
         for row, token in zip(self.rows, ids_b.tolist(), strict=True):
             row.ids.append(token)
             row.finish = self.request.finish_of(row.ids)
@@ -220,14 +221,11 @@ class Batch:
             rows.append(changed_w.to(logits_w.dtype))
         return torch.stack(rows)
 
-    def _check(self, logits_bw: Tensor) -> None:
-        """Refuse rows from which no token can be chosen."""
-        best_b = logits_bw.amax(-1)
-        if bool(best_b.isfinite().all()):
+    def _check(self, best: list[float]) -> None:
+        """Refuse rows from which no token can be chosen, by the largest logit of each."""
+        bad = [row.place for row, value in zip(self.rows, best, strict=True) if not isfinite(value)]
+        if not bad:
             return
-        bad = [
-            row.place for row, best in zip(self.rows, best_b, strict=True) if not best.isfinite()
-        ]
         raise NonFiniteError(
             f"{self.request.where}: the largest logit of each row must be finite; it is not in "
             f"row {bad[0]}. Either a processor removed every token, or the model computes NaN: "

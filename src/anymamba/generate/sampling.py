@@ -12,8 +12,8 @@ A filter sees what its forerunners left: top-p measures the mass that remains af
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TypeGuard
 
 import torch
@@ -191,7 +191,11 @@ def restrict(logits: Tensor, config: SamplingConfig) -> Tensor:
     """Apply temperature, top-k, top-p and min-p, in this order; a greedy config changes nothing."""
     if config.is_greedy:
         return logits
-    logits = keep_top_k(logits / config.temperature, int(config.top_k))
+    return _cut_off(keep_top_k(logits / config.temperature, int(config.top_k)), config)
+
+
+def _cut_off(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Apply what comes after top-k."""
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
 
 
@@ -214,31 +218,43 @@ def draw(logits_bw: Tensor, uniform_b: Tensor) -> Tensor:
 
 
 def pick(
-    logits_bw: Tensor, config: SamplingConfig, generators: Sequence[torch.Generator]
+    logits_bw: Tensor,
+    config: SamplingConfig,
+    generators: Sequence[torch.Generator],
+    check: Callable[[list[float]], None] = lambda best: None,
 ) -> Tensor:
-    """Choose a token per row: the likeliest, or a draw with one number of the row's generator."""
+    """Choose a token per row: the likeliest, or a draw with one number of the row's generator.
+
+    Args:
+        logits_bw: after penalties and processors.
+        config: how to choose.
+        generators: one per row, on the CPU, so that every device draws the same numbers.
+        check: is given the largest logit of each row, which choosing finds anyway, before a number
+            is drawn. NaN counts as the largest.
+    """
     if config.is_greedy:
-        return logits_bw.argmax(-1)
-    # The generators live on the CPU, so that every device draws the same numbers.
-    uniform_b = torch.cat([torch.rand(1, generator=generator) for generator in generators])
-    uniform_b = uniform_b.to(logits_bw)
-    kept = _kept_by_top_k(logits_bw, int(config.top_k))
-    if kept is None:
-        return draw(restrict(logits_bw, config), uniform_b)
-    # A handful of candidates: no softmax over the vocabulary is made.
-    few_bw = restrict(logits_bw.gather(-1, kept), replace(config, top_k=0))
-    return kept.gather(-1, draw(few_bw, uniform_b)[:, None]).squeeze(-1)
+        ids_b = logits_bw.argmax(-1)
+        check(logits_bw.gather(-1, ids_b[:, None]).flatten().tolist())
+        return ids_b
+    k, vocabulary = int(config.top_k), logits_bw.shape[-1]
+    if 0 < k < vocabulary:
+        values_bw, places_bw = logits_bw.topk(k + 1)
+        ranked = values_bw.tolist()
+        check([row[0] for row in ranked])
+        # What equals the last of them is kept too, wherever it is.
+        if all(row[k - 1] > row[k] for row in ranked):
+            # A handful of candidates: no softmax over the vocabulary is made.
+            kept = places_bw[:, :k].sort(-1).values
+            few_bw = _cut_off(logits_bw.gather(-1, kept) / config.temperature, config)
+            return kept.gather(-1, draw(few_bw, _uniform(few_bw, generators))[:, None]).squeeze(-1)
+    else:
+        check(logits_bw.amax(-1).tolist())
+    return draw(restrict(logits_bw, config), _uniform(logits_bw, generators))
 
 
-def _kept_by_top_k(logits_bw: Tensor, k: int) -> Tensor | None:
-    """Return the places that `keep_top_k` keeps, in order; None if a row keeps more than k."""
-    if k == 0 or k >= logits_bw.shape[-1]:
-        return None
-    values_bw, places_bw = logits_bw.topk(k + 1)
-    # What equals the last of them is kept too.
-    if bool((values_bw[:, k - 1] == values_bw[:, k]).any()):
-        return None
-    return places_bw[:, :k].sort(-1).values
+def _uniform(logits_bw: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return a number of each row's own, in the dtype and on the device of the logits."""
+    return torch.cat([torch.rand(1, generator=one) for one in generators]).to(logits_bw)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
