@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from anymamba.errors import NonFiniteError
 from anymamba.generate import generate, generate_detailed, keep_top_k, stream
-from anymamba.generate.batch import Batch
 from anymamba.models import quantize_lm
 from anymamba.settings import override
 from decoder_cases import model, used_cache
@@ -58,6 +58,35 @@ def test_a_failing_callback_leaves_a_whole_token(fails_at):
     assert [*tokens_.ids, *tokens_] == want
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.5},
+    ],
+)
+def test_refused_logits_leave_a_whole_token(options, bad):
+    """Before anything is drawn the largest logit is looked at, so the stream can go on."""
+    lm = model("mamba2")
+    failed = []
+
+    def spoil(ids, logits_w):
+        if len(ids) == 3 and not failed:
+            failed.append(1)
+            logits_w[7 if bad > 0 or bad != bad else slice(None)] = bad
+        return logits_w
+
+    want = generate(lm, [[1, 2]], max_new_tokens=6, seed=5, **options)[0]
+    tokens_ = stream(lm, [1, 2], max_new_tokens=6, seed=5, processors=spoil, **options)
+    with pytest.raises(NonFiniteError, match="largest logit"):
+        list(tokens_)
+    assert tokens_.ids == want[:3]
+    assert [*tokens_.ids, *tokens_] == want
+
+
 @pytest.mark.parametrize("kind", ["no weight of its own", "more rows"])
 def test_any_head_can_be_put_in(kind):
     """The same tokens come out of a wrapped head, and of one with rows beyond the vocabulary."""
@@ -76,18 +105,19 @@ def test_an_interrupt_behind_the_model_leaves_a_whole_token(native, monkeypatch)
     """Between the model's answer and the next token nothing is half done, on modules either."""
     lm = model("mamba2")
     want = generate(lm, [[1, 2]], max_new_tokens=6)[0]
-    real, calls = Batch._real, []
+    calls = []
 
     def interrupted(batch, logits_bw):
         calls.append(logits_bw)
-        # The first call is the prompt's.
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise KeyboardInterrupt
         return real(batch, logits_bw)
 
-    monkeypatch.setattr(Batch, "_real", interrupted)
     with override(native=native):
         tokens_ = stream(lm, [1, 2], max_new_tokens=6)
+        kind = type(tokens_._batch)
+        real = kind._real
+        monkeypatch.setattr(kind, "_real", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(tokens_)
         assert [*tokens_.ids, *tokens_] == want

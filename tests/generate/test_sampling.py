@@ -21,7 +21,6 @@ from anymamba.generate import (
     restrict,
     row_seed,
 )
-from anymamba.generate.sampling import pick
 from golden import HERE
 from laws import randn
 
@@ -38,39 +37,6 @@ def kept(logits):
 
 def of_masses(*masses):
     return torch.tensor(masses).log()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 1.0},
-        {"temperature": 1.0, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.5},
-    ],
-)
-def test_the_largest_logit_is_checked_before_a_number_is_drawn(options, bad):
-    """Whoever refuses a row finds its generator untouched; not a number counts as the largest."""
-    logits_bw = randn(2, 300, seed=5)
-    generators = [torch.Generator().manual_seed(row) for row in range(2)]
-    before = [generator.get_state() for generator in generators]
-    seen = []
-
-    def check(best):
-        seen.append(best)
-        if not all(map(math.isfinite, best)):
-            raise ValueError("refused")
-
-    pick(logits_bw, SamplingConfig(**options), generators, check)
-    assert seen == [logits_bw.amax(-1).tolist()]
-    for generator, state in zip(generators, before, strict=True):
-        generator.set_state(state)
-    logits_bw[1, 70] = bad
-    with pytest.raises(ValueError, match="refused"):
-        pick(logits_bw, SamplingConfig(**options), generators, check)
-    for generator, state in zip(generators, before, strict=True):
-        assert torch.equal(generator.get_state(), state)
 
 
 @pytest.mark.parametrize(
