@@ -12,7 +12,8 @@ it is beyond them that a model shows whether it has learnt the group.
 """
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -62,9 +63,9 @@ ORIGINAL = Setting("512 words", ("A5",), 512, False, 120 * 8, 1e-3, True, 0.1)
 FRESH = Setting("fresh words", ("A5", "S3", "Q8"), 0, True, 4000, 3e-3, False, 0.0)
 
 
-def main() -> None:
-    """Fill the table, draw it and print it."""
-    options = flags(__doc__ or "").parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill the table, print it and draw it."""
+    options = flags(__doc__ or "").parse_args(arguments)
     study = Study("group_words", options)
     curves: dict[str, dict[str, dict[float, list[float]]]] = {}
     for seed in SEEDS[:1] if options.quick else SEEDS:  # everything once before anything twice
@@ -79,10 +80,11 @@ def main() -> None:
                 curve = curves.setdefault(f"{name}, {setting.name}", {}).setdefault(rotation, {})
                 for depth, value in enumerate(result["accuracy"]):
                     curve.setdefault(depth, []).append(value)
-    report(curves)
+    print(table_of(curves))
+    print(study.time_spent())
     if curves:
         draw_curves(study.picture(), curves, "generators so far", "right answers, %")
-    print(f"\n{study.time_spent()}")
+    return 0
 
 
 def cases() -> Iterator[tuple[Setting, str, str]]:
@@ -145,18 +147,21 @@ def accuracies(model: nn.Module, group: Group, words: Tensor) -> list[float]:
     return (100 * right.double().mean(0)).tolist()
 
 
-def report(curves: dict[str, dict[str, dict[float, list[float]]]]) -> None:
-    """Print mean, lowest and highest at some depths."""
+def table_of(curves: dict[str, dict[str, dict[float, list[float]]]]) -> str:
+    """Return the table in Markdown: right answers in percent at some depths, over seeds."""
     depths = (3, 6, 9, DEPTH, DEPTH + 4, 2 * DEPTH)
-    for panel, lines in curves.items():
-        print(f"\n{panel}: right answers in % (lowest to highest seed) at depth {depths}")
-        for rotation, points in lines.items():
-            cells = [
-                f"{fmean(p):6.1f} ({min(p):.1f} to {max(p):.1f})"
-                for p in (points[d] for d in depths)
+    heads = ["words", "rotation", *(f"depth {depth}" for depth in depths), "seeds"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for panel, rotations in curves.items():
+        for rotation, points in rotations.items():
+            entries = [
+                f"{fmean(p):.1f} ({min(p):.1f} to {max(p):.1f})"
+                for p in (points[depth] for depth in depths)
             ]
-            print(f"  {rotation:11} {'  '.join(cells)}  {len(points[0])} seeds")
+            row = [panel, rotation, *entries, str(len(points[0]))]
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,9 @@ rates, chosen on a fifth of the steps. The 5-gram has counted exactly the bytes 
 
 import shutil
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,10 @@ SEEDS = (0, 1, 2)
 RATES = (2e-3, 4e-3, 8e-3)
 STEPS, QUICK_STEPS = 400, 20
 WINDOW, ROWS = 256, 4
+COLUMNS = (
+    *("model", "bits per byte", "parameters", "trained tokens/s", "decoded tokens/s"),
+    *("peak of a training step", "state"),
+)
 DECODED, ROUNDS = 64, 9  # tokens per timed stretch of decoding, and repetitions
 
 # The state size of Mamba-3 and the width of MIMO make up for what rotation and ranks add.
@@ -42,9 +48,9 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    """Choose the rates, train, measure, draw and print."""
-    options = flags(__doc__ or "").parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Choose the rates, train, measure, print and draw."""
+    options = flags(__doc__ or "").parse_args(arguments)
     study = Study("language_models", options)
     steps = QUICK_STEPS if options.quick else max(10, round(STEPS * options.budget))
     bits: dict[str, list[float]] = {name: [] for name in MODELS}
@@ -57,10 +63,11 @@ def main() -> None:
                 bits[name].append(result["bits_per_byte"])
                 counted.append(result["five_gram"])
     costs = study.cell("cost", {"window": WINDOW, "rows": ROWS}, lambda run: measure_costs())
-    report(bits, counted, costs)
+    print(table_of(bits, counted, costs))
+    print(study.time_spent())
     if all(bits.values()) and costs is not None:
         draw(study, bits, statistics.fmean(counted), costs)
-    print(f"\n{study.time_spent()}")
+    return 0
 
 
 def chosen_rate(study: Study, name: str, steps: int) -> float | None:
@@ -173,29 +180,35 @@ def seconds_of(function: Any) -> float:
     return time.perf_counter() - start
 
 
-def report(
+def table_of(
     bits: dict[str, list[float]], counted: list[float], costs: dict[str, Any] | None
-) -> None:
-    """Print a line per model."""
+) -> str:
+    """Return the table in Markdown; `-` is what is not computed yet."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for name, seeds in bits.items():
-        if seeds:
-            print(
-                f"{name:14} {statistics.fmean(seeds):.4f} bits per byte "
-                f"({min(seeds):.4f} to {max(seeds):.4f}, {len(seeds)} seeds)"
-            )
-    if counted:
-        print(f"{'5-gram':14} {statistics.fmean(counted):.4f} bits per byte")
-    if costs is not None:
-        print(f"\nwith {costs['threads']} threads:")
-        for name in MODELS:
-            cost = costs[name]
-            print(
-                f"{name:14} {cost['parameters']} parameters, "
-                f"{cost['trained_tokens_per_second']:.0f} tokens/s trained, "
-                f"{cost['decoded_tokens_per_second']:.0f} decoded, "
-                f"{cost['training_peak_bytes'] / 2**20:.1f} MiB for a training step, "
-                f"{cost['state_bytes'] / 2**10:.0f} KiB of state"
-            )
+        entries = [name, bits_of(seeds), *(["-"] * 5 if costs is None else cost_of(costs[name]))]
+        lines.append("| " + " | ".join(entries) + " |")
+    lines.append("| " + " | ".join(["5-gram", bits_of(counted), *[""] * 5]) + " |")
+    return "\n".join(lines)
+
+
+def bits_of(seeds: list[float]) -> str:
+    """Return mean and range."""
+    if not seeds:
+        return "-"
+    runs = f"{min(seeds):.3f} to {max(seeds):.3f}, n={len(seeds)}"
+    return f"{statistics.fmean(seeds):.3f} ({runs})"
+
+
+def cost_of(cost: dict[str, float]) -> list[str]:
+    """Return the entries of size, speed and memory."""
+    return [
+        str(cost["parameters"]),
+        f"{cost['trained_tokens_per_second']:.0f}",
+        f"{cost['decoded_tokens_per_second']:.0f}",
+        f"{cost['training_peak_bytes'] / 2**20:.1f} MiB",
+        f"{cost['state_bytes'] / 2**10:.0f} KiB",
+    ]
 
 
 def draw(study: Study, bits: dict[str, list[float]], counted: float, costs: dict[str, Any]) -> None:
@@ -228,4 +241,4 @@ def draw(study: Study, bits: dict[str, list[float]], counted: float, costs: dict
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,23 +8,20 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def run_quickly(monkeypatch, folder, study, *flags):
-    script = importlib.import_module(study)
-    argv = [f"{study}.py", "--quick", "--results", str(folder), *flags]
-    monkeypatch.setattr("sys.argv", argv)
-    script.main()
+def run_quickly(folder, study, *flags):
+    importlib.import_module(study).main(["--quick", "--results", str(folder), *flags])
     return json.loads((folder / f"{study}.json").read_text())["cells"]
 
 
 @pytest.mark.parametrize(
     ("study", "cells"), [("reset", 5), ("group_words", 8), ("language_models", 17)]
 )
-def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, monkeypatch, capsys):
-    assert len(run_quickly(monkeypatch, tmp_path, study)) == cells
+def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, capsys):
+    assert len(run_quickly(tmp_path, study)) == cells
     assert (tmp_path / f"{study}.png").read_bytes().startswith(b"\x89PNG")
     first = capsys.readouterr().out
     assert "starts" in first
-    run_quickly(monkeypatch, tmp_path, study)
+    run_quickly(tmp_path, study)
     again = capsys.readouterr().out
     assert "starts" not in again
     assert again in first
@@ -38,9 +35,9 @@ def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, monkeyp
         ("language_models", "Mamba-3 MIMO | 10 steps at 0.002"),
     ],
 )
-def test_two_runs_of_one_seed_agree(study, only, tmp_path, monkeypatch):
-    one = run_quickly(monkeypatch, tmp_path / "one", study, "--only", only)
-    other = run_quickly(monkeypatch, tmp_path / "other", study, "--only", only)
+def test_two_runs_of_one_seed_agree(study, only, tmp_path):
+    one = run_quickly(tmp_path / "one", study, "--only", only)
+    other = run_quickly(tmp_path / "other", study, "--only", only)
     assert len(one) == 1
     assert {key: cell["result"] for key, cell in one.items()} == {
         key: cell["result"] for key, cell in other.items()
