@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from anymamba.errors import BackendError, ConfigError, ShapeError
+from anymamba.generate import generate
 from anymamba.models import MambaConfig, MambaLM, native_refusal
 from anymamba.nn import VirtualLayers
 from anymamba.settings import override
@@ -274,3 +275,57 @@ def test_rejects_a_landing_that_does_not_fit(wrong):
     lm = model("mamba2")
     with pytest.raises(ShapeError, match="landing_bw must be contiguous"):
         lm.advance(tokens(3), used_cache(lm, 3), impl="native", landing_bw=wrong)
+
+
+@pytest.mark.parametrize("change", [swap_data, merge_lora, train], ids=lambda f: f.__name__)
+def test_a_promise_ends_with_its_block(change):
+    """Inside nobody looks, and old memory stays readable; outside a change is noticed again."""
+    lm = run_once(model("mamba2"))
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    before = lm.step_(ids_b, cache.clone(), impl="native")
+    with lm.unchanged(), lm.unchanged():
+        lm.step_(ids_b, cache.clone(), impl="native")
+        swap_data(lm)
+        assert torch.equal(lm.step_(ids_b, cache.clone(), impl="native"), before)
+    assert_current(lm)
+    change(lm)
+    assert_current(lm)
+
+
+def test_a_promise_looks_at_its_first_token():
+    """What changed before it was given is noticed."""
+    lm = run_once(model("mamba2"))
+    for _ in range(2):
+        swap_data(lm)
+        with lm.unchanged():
+            assert_current(lm)
+            assert_current(lm)
+
+
+def test_generation_promises_only_what_is_its_own():
+    """A stop function may change the model, and the next token knows."""
+    lm = model("mamba2")
+
+    def stop(ids):
+        if len(ids) == 2:
+            swap_data(lm)
+        return False
+
+    before = copy.deepcopy(lm)
+    found = generate(lm, [[1]], max_new_tokens=6, stop=stop)[0]
+    lm = before
+    with override(native="off"):
+        assert generate(lm, [[1]], max_new_tokens=6, stop=stop)[0] == found
+
+
+def test_a_promise_counts_looks(monkeypatch):
+    """One look for a whole generation, one per token with a function of the caller's."""
+    lm = run_once(model("mamba2"))
+    looks = []
+    monkeypatch.setattr(
+        "anymamba.models.decoder.weights.Weights.are_current", lambda self: looks.append(1) or True
+    )
+    generate(lm, [[1, 2]], max_new_tokens=9)
+    assert len(looks) == 1
+    generate(lm, [[1, 2]], max_new_tokens=9, stop=lambda ids: False)
+    assert len(looks) == 1 + 8

@@ -143,7 +143,9 @@ def decode_figures(
                     LLAMA: _llama_engine(files, plain, form, count),
                 }
                 started = {who: _start(engine, count) for who, engine in engines.items()}
-                seconds, bandwidth = _take_turns(started, array, tokens)
+                # As in `generate`, and as llama.cpp does.
+                with lm.unchanged():
+                    seconds, bandwidth = _take_turns(started, array, tokens)
                 state_bytes = lm.empty_cache(count).nbytes
                 yield [
                     Decoding(name, form, count, engine=who, why_not=start)

@@ -151,10 +151,11 @@ def speak(
 
     is_interrupted = False
     try:
-        for token in tokens:
-            say(stop.push(decoder.push(token)))
-            if stop.hit is not None:
-                break
+        with lm.unchanged():
+            for token in tokens:
+                say(stop.push(decoder.push(token)))
+                if stop.hit is not None:
+                    break
     except KeyboardInterrupt:
         is_interrupted = True
     end = time.perf_counter()

@@ -5,6 +5,7 @@ and finished rows leave. A row does not depend on its neighbours.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, Unpack
 
 import torch
@@ -167,6 +168,21 @@ def _decode(
     if request.max_new_tokens == 0:
         return batch.rows, batch.cache
     rows = list(batch.rows)
+    # Functions of the caller may change the model between two tokens; nobody else can.
+    is_ours_alone = not (request.stop or request.processors)
+    with lm.unchanged() if is_ours_alone else nullcontext():
+        left, caches = _run_to_the_end(batch, with_cache=with_cache)
+    if not with_cache:
+        return rows, None
+    # Every row left before its last token was run: one step for all of them completes the state.
+    back = sorted(range(len(left)), key=lambda place: left[place].place)
+    before = ModelCache.join(caches).rows(back)
+    newest_b = torch.tensor([row.ids[-1] for row in rows], device=before.position_b.device)
+    return rows, lm.step(newest_b, before).cache
+
+
+def _run_to_the_end(batch: Batch, *, with_cache: bool) -> tuple[list[Row], list[ModelCache]]:
+    """Return the rows in the order in which they left, and their states before the last token."""
     left: list[Row] = []
     caches: list[ModelCache] = []
     while True:
@@ -178,13 +194,6 @@ def _decode(
             if with_cache:
                 caches.append(batch.cache.rows(done) if going else batch.cache)
             if not going:
-                break
+                return left, caches
             batch.keep(going)
         batch.feed()
-    if not with_cache:
-        return rows, None
-    # Every row left before its last token was run: one step for all of them completes the state.
-    back = sorted(range(len(left)), key=lambda place: left[place].place)
-    before = ModelCache.join(caches).rows(back)
-    newest_b = torch.tensor([row.ids[-1] for row in rows], device=before.position_b.device)
-    return rows, lm.step(newest_b, before).cache

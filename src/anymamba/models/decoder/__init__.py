@@ -1,5 +1,5 @@
 """A language model as a program of the CPU decoder: compiled once, checked at every token."""
 
-from anymamba.models.decoder.decoder import native_refusal, native_step_
+from anymamba.models.decoder.decoder import native_refusal, native_step_, unchanged
 
-__all__ = ["native_refusal", "native_step_"]
+__all__ = ["native_refusal", "native_step_", "unchanged"]

@@ -2,6 +2,8 @@
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,13 +17,30 @@ from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.nn import ModelCache, QuantizedEmbedding
 from anymamba.ops import decode, native_status
 
-__all__ = ["native_refusal", "native_step_"]
+__all__ = ["native_refusal", "native_step_", "unchanged"]
 
 _log = logging.getLogger("anymamba.models")
 _log.addHandler(logging.NullHandler())
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 # Beside the models: a copy of a model, or a pickled one, must not carry addresses.
 _decoders: "weakref.WeakKeyDictionary[nn.Module, _Decoder]" = weakref.WeakKeyDictionary()
+_promises: "weakref.WeakKeyDictionary[nn.Module, _Promise]" = weakref.WeakKeyDictionary()
+
+
+class _Promise:
+    """That a model does not change: how often it was given, and the decoder that was looked at."""
+
+    def __init__(self) -> None:
+        """Begin before it is given."""
+        self.depth = 0
+        self.decoder: _Decoder | None = None
+        self.memory: list[Tensor] = []
+
+    def trust(self, decoder: "_Decoder") -> None:
+        """Look at this decoder's weights no more."""
+        self.decoder = decoder
+        # A promise may be broken: what the kernel reads then is old, but still there.
+        self.memory = decoder.weights.aliases()
 
 
 class _Decoder:
@@ -69,6 +88,23 @@ def _check_stack(backbone: Any) -> None:
         raise NotServed("the residual is gated or replaced")
     if backbone.schedule != tuple(range(len(backbone.layers))):
         raise NotServed("virtual layers share weights")
+
+
+@contextmanager
+def unchanged(lm: nn.Module) -> Iterator[None]:
+    """Look at the weights at the first token inside, and not again; see `MambaLM.unchanged`.
+
+    Args:
+        lm: a `MambaLM`.
+    """
+    promise = _promises.setdefault(lm, _Promise())
+    promise.depth += 1
+    try:
+        yield
+    finally:
+        promise.depth -= 1
+        if promise.depth == 0 and _promises.get(lm) is promise:
+            del _promises[lm]
 
 
 def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None) -> str | None:
@@ -156,10 +192,14 @@ def _prepare(
 
 def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
     _check_call(ids_b)
-    decoder = _decoders.get(lm)
+    decoder, promise = _decoders.get(lm), _promises.get(lm)
+    if promise is not None and promise.decoder is not None and promise.decoder is decoder:
+        return decoder
     if decoder is None or not decoder.weights.are_current():
         _decoders.pop(lm, None)
         decoder = _decoders[lm] = _Decoder(lm)
+    if promise is not None:
+        promise.trust(decoder)
     return decoder
 
 

@@ -58,6 +58,10 @@ class Weights:
             and list(map(_version, self._copied)) == self._versions
         )
 
+    def aliases(self) -> list[Tensor]:
+        """Return tensors that keep everything alive that is read in place."""
+        return [tensor.detach() for tensor in self._read]
+
     def module(self, parent: nn.Module, name: str, *kinds: type[nn.Module]) -> Any:
         """Return a submodule that may be replaced by a function of its parameters."""
         found = parent._modules.get(name)
