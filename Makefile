@@ -33,6 +33,7 @@ demo: $(STAMP) ## see the library at work
 	$(RUN) -m anymamba demo
 
 examples: $(STAMP) ## run the short form of every study in examples/ (minutes)
+	rm -rf examples/results/quick
 	for study in $(STUDIES); do $(RUN) $$study --quick || exit 1; done
 
 test: $(STAMP) ## run the tests and the examples in docstrings, without the slow ones

@@ -19,7 +19,7 @@ from anymamba.nn import StackConfig
 from groups import GROUPS, Group
 from reset_models import READ, held_vector, raw_angle, solve
 
-__all__ = ["build_a5", "icosahedral", "model_of", "multiply"]
+__all__ = ["BLOCK", "WIDTH", "build_a5", "icosahedral", "model_of", "multiply"]
 
 # The block of the original study; its rotation is chosen beside it.
 BLOCK = {"d_state": 16, "headdim": 8, "expand": 2}

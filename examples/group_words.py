@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.train import cosine_factor
-from group_models import model_of
+from group_models import BLOCK, WIDTH, model_of
 from groups import EVAL_SEED, GROUPS, REFERENCE, TRAIN_SEED, Group
 from picture import draw_curves
 from study import Run, Schedule, Study, flags, seeded, train
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps = 40 if options.quick else max(1, round(setting.steps * options.budget))
             result = study.cell(
                 f"{name} | {setting.name} | {rotation} | seed {seed}",
-                {**asdict(replace(setting, steps=steps)), "depth": DEPTH, "batch": BATCH},
+                setting_of(setting, name, rotation, seed, steps),
                 lambda run, how=(setting, GROUPS[name], rotation, seed, steps): learn(run, *how),
             )
             if result is not None:
@@ -85,6 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if curves:
         draw_curves(study.picture(), curves, "generators so far", "right answers, %")
     return 0
+
+
+def setting_of(
+    setting: Setting, group: str, rotation: str, seed: int, steps: int
+) -> dict[str, Any]:
+    """Return all that decides a cell, but the code itself."""
+    how = asdict(replace(setting, steps=steps))
+    del how["groups"]
+    sizes = {"depth": DEPTH, "batch": BATCH, "warm_up": WARMUP, "width": WIDTH, "block": BLOCK}
+    return {**how, "group": group, "rotation": rotation, "seed": seed, **sizes}
 
 
 def cases() -> Iterator[tuple[Setting, str, str]]:

@@ -9,7 +9,6 @@ The text is Python's standard library as bytes. Every model has half a million p
 rates, chosen on a fifth of the steps. The 5-gram has counted exactly the bytes they have read.
 """
 
-import shutil
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ SEEDS = (0, 1, 2)
 RATES = (2e-3, 4e-3, 8e-3)
 STEPS, QUICK_STEPS = 400, 20
 WINDOW, ROWS = 256, 4
+LAYERS, HELD_OUT = 4, 0.005
 COLUMNS = (
     *("model", "bits per byte", "parameters", "trained tokens/s", "decoded tokens/s"),
     *("peak of a training step", "state"),
@@ -54,19 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study = Study("language_models", options)
     steps = QUICK_STEPS if options.quick else max(10, round(STEPS * options.budget))
     bits: dict[str, list[float]] = {name: [] for name in MODELS}
-    counted: list[float] = []
+    counted: dict[int, float] = {}
     for seed in SEEDS[:1] if options.quick else SEEDS:
         for name in MODELS:
             rate = chosen_rate(study, name, steps)
             result = None if rate is None else trained(study, name, rate, seed, steps)
             if result is not None:
                 bits[name].append(result["bits_per_byte"])
-                counted.append(result["five_gram"])
-    costs = study.cell("cost", {"window": WINDOW, "rows": ROWS}, lambda run: measure_costs())
-    print(table_of(bits, counted, costs))
+                counted[seed] = result["five_gram"]
+    costs = study.cell("cost", cost_setting(), lambda run: measure_costs(), threads=None)
+    print(table_of(bits, list(counted.values()), costs))
     print(study.time_spent())
     if all(bits.values()) and costs is not None:
-        draw(study, bits, statistics.fmean(counted), costs)
+        draw(study, bits, statistics.fmean(counted.values()), costs)
     return 0
 
 
@@ -81,12 +81,31 @@ def chosen_rate(study: Study, name: str, steps: int) -> float | None:
 def trained(study: Study, name: str, rate: float, seed: int, steps: int) -> dict[str, Any] | None:
     """Return how well one model does after training on the first windows of an order."""
     layer, width, options = MODELS[name]
-    setting = {"layer": layer, "d_model": width, **options, "window": WINDOW, "rows": ROWS}
+    setting = {
+        "block": {"layer": layer, **options},
+        "sizes": {"d_model": width, "n_layer": LAYERS},
+        "text": {"window": WINDOW, "rows": ROWS, "held_out": HELD_OUT},
+        "steps": steps,
+        "warm_up": warm_up(steps),
+        "rate": rate,
+        "seed": seed,
+    }
     return study.cell(
         f"{name} | {steps} steps at {rate:g} | seed {seed}",
         setting,
         lambda run: learn(run, study, recipe_of(name, rate, seed, steps)),
     )
+
+
+def warm_up(steps: int) -> int:
+    """Return the steps in which the learning rate rises."""
+    return min(50, steps // 4)
+
+
+def cost_setting() -> dict[str, Any]:
+    """Return what is timed."""
+    sizes = {"window": WINDOW, "rows": ROWS, "decoded": DECODED, "rounds": ROUNDS}
+    return {**sizes, "n_layer": LAYERS, "models": MODELS}
 
 
 def recipe_of(name: str, rate: float, seed: int, steps: int) -> Recipe:
@@ -96,9 +115,9 @@ def recipe_of(name: str, rate: float, seed: int, steps: int) -> Recipe:
         None,
         [
             *(f"data.window={WINDOW}", f"data.batch={ROWS}", f"data.seed={seed}"),
-            "data.valid_share=0.005",
-            *(f"model.layer={layer}", f"model.d_model={width}", "model.n_layer=4"),
-            *(f"optim.lr={rate}", f"schedule.warmup={min(50, steps // 4)}"),
+            f"data.valid_share={HELD_OUT}",
+            *(f"model.layer={layer}", f"model.d_model={width}", f"model.n_layer={LAYERS}"),
+            *(f"optim.lr={rate}", f"schedule.warmup={warm_up(steps)}"),
             *(f"loop.steps={steps}", f"loop.seed={seed}", "loop.evaluate_every=0"),
             *("loop.checkpoint_every=50", "loop.sample_tokens=1", "loop.report_every=5"),
         ],
@@ -107,21 +126,19 @@ def recipe_of(name: str, rate: float, seed: int, steps: int) -> Recipe:
 
 
 def learn(run: Run, study: Study, recipe: Recipe) -> dict[str, Any]:
-    """Train in a folder that is gone afterwards; an interrupted run goes on from it."""
-    folder = run.checkpoint.with_suffix("")
+    """Train in the cell's folder; an interrupted run goes on from it."""
     recipe = replace(
         recipe,
         data=replace(recipe.data, cache_dir=str(study.scratch / "tokens")),
-        loop=replace(recipe.loop, out=str(folder)),
+        loop=replace(recipe.loop, out=str(run.folder)),
     )
 
     def watch(entry: Any) -> None:
         if entry["kind"] == "step":
             run.say(f"step {entry['step']}, loss {entry['loss']:.3f}")
 
-    summary = Trainer(recipe, resume=folder.exists(), watch=watch).run()
+    summary = Trainer(recipe, resume=run.folder.exists(), watch=watch).run()
     found = compare_run(summary.folder)
-    shutil.rmtree(folder)
     return {
         "bits_per_byte": found.model,
         "five_gram": found.ngram,

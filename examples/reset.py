@@ -11,6 +11,7 @@ symbol came (spinor): see `reset_limits.py`.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from study import Run, Schedule, Study, flags, seeded, spread, train
 # runs rest at 92 % of the random words, all others right, and leave that plateau slowly.
 SEEDS = {"reset-majority": range(8), "reset-rotor": range(3), "reset-spinor": range(3)}
 EPOCHS = {"reset-majority": 160, "reset-rotor": 80, "reset-spinor": 80}
-WORDS, BATCH = 4096, 64
+WORDS, BATCH, TESTED = 4096, 64, 2048
 WARMUP, PEAK, FLOOR = 100, 3e-2, 1e-4
 EPSILON, DECAY = 8.16e-8, 1e-4
 # Every element of a gradient by itself, as in the original: by a norm one steep parameter would
@@ -71,7 +72,7 @@ LIMITS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the table, draw it and print it."""
     options = flags(__doc__ or "").parse_args(arguments)
     study = Study("reset", options)
@@ -81,12 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epochs = 4 if options.quick else max(1, share)
         for seed in SEEDS[contender.task][: 1 if options.quick else None]:
             setting = {
+                "task": contender.task,
+                "options": contender.options,
+                "seed": seed,
                 "epochs": epochs,
                 "batch": BATCH,
-                "words": WORDS,
-                "peak": PEAK,
+                "words": [WORDS, TESTED],
+                "rate": {"warm_up": WARMUP, "peak": PEAK, "floor": FLOOR},
+                "adam": {"eps": EPSILON, "weight_decay": DECAY},
                 "largest_gradient": LARGEST_GRADIENT,
-                **contender.options,
             }
             result = study.cell(
                 f"{contender.task} | {contender.name} | seed {seed}",
@@ -96,8 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if result is not None:
                 scores.setdefault(contender, {})[seed] = result["test"]
     print(table_of(scores))
+    print(study.time_spent())
     draw(study, scores)
-    print(f"\n{study.time_spent()}")
+    return 0
 
 
 def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, A
         run, model, optimiser, schedule, loss_at, lambda step: accuracies(model, held_out)
     )
     return {
-        "test": accuracies(model, batches_by_family(task, 2048, LIMIT_SEED)),
+        "test": accuracies(model, batches_by_family(task, TESTED, LIMIT_SEED)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "solved_at_step": solved_at(history, tuple(task.families)),
     }
@@ -166,7 +171,7 @@ def limits(task: Task) -> dict[str, float]:
     coder = LIMITS[task.name][1]
     return {
         name: table_limit(
-            task, coder, task.words(name, 2048, TABLE_SEED), task.words(name, 512, LIMIT_SEED)
+            task, coder, task.words(name, TESTED, TABLE_SEED), task.words(name, TESTED, LIMIT_SEED)
         )
         for name in task.families
     }
@@ -183,13 +188,13 @@ def table_of(scores: dict[Contender, Scores]) -> str:
             if contender.task == task.name:
                 ranges = [[run[family] for run in runs.values()] for family in task.families]
                 cells = [
-                    f"{name} {min(r):.2f} to {max(r):.2f}"
+                    f"{name} {min(r):.3f} to {max(r):.3f}"
                     for name, r in zip(task.families, ranges, strict=True)
                 ]
                 solved = [seed for seed, run in runs.items() if min(run.values()) == 100]
                 seeds = f"{len(solved)} of {len(runs)} seeds: {', '.join(map(str, solved)) or '-'}"
                 lines.append(f"| {task.name} | {contender.name} | {', '.join(cells)} | {seeds} |")
-        cells = [f"{name} {value:.2f}" for name, value in limits(task).items()]
+        cells = [f"{name} {value:.3f}" for name, value in limits(task).items()]
         lines.append(f"| {task.name} | {LIMITS[task.name][0]} | {', '.join(cells)} | |")
     return "\n".join(lines)
 
@@ -229,4 +234,4 @@ def draw(study: Study, scores: dict[Contender, Scores]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,7 +22,7 @@ import anymamba as am
 from formal_languages import LANGUAGES, UNASKED, Batch, Language
 from picture import draw_bars
 from standard_rotation import rotate_by_position
-from study import Run, Schedule, Study, flags, seeded, spread, train
+from study import Run, Schedule, Study, flags, positive, seeded, spread, train
 
 TEST_LENGTH = 256
 SHORTEST = 3
@@ -35,15 +35,23 @@ FALL = 1e-2  # of the learning rate, while the sequences grow and after
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 TRIAL = 0.1  # share of the steps that a learning rate is tried for
 SOLVED = 99.5
+WARM_UP = 100
+ROWS_AT_ONCE = 128
 TEST_DATA, TRAINING_DATA = 1, 2
 
 
 class Row(NamedTuple):
-    """A row of the table: the mixer, what is changed in it, and the paper's three numbers."""
+    """A row of the table.
+
+    Attributes:
+        ssm_cfg: the mixer.
+        paper: the paper's three numbers.
+        turns_by: what the angle of a turn depends on: the tokens, the place, or nothing turns.
+    """
 
     ssm_cfg: dict[str, Any]
-    change: Callable[[am.MambaLM], None] = lambda model: None
     paper: dict[str, float] | None = None
+    turns_by: str = "tokens"
 
 
 class Size(NamedTuple):
@@ -62,26 +70,27 @@ class Task(NamedTuple):
         size: of the model and its training.
         learning_rates: those that are tried.
         rope_fraction: share of the state that turns.
-        ssm_cfg: of every mixer.
+        turning: of mixers whose turns depend on the tokens.
         lengths: of training sequences, how they are spread from 3 to the longest.
     """
 
     size: Size
     learning_rates: Sequence[float]
     rope_fraction: float
-    ssm_cfg: dict[str, Any]
+    turning: dict[str, Any]
     lengths: str
 
 
 # Three layers at 1e-2 are ahead after a tenth of the steps and stay where they are: trials would
 # choose it, and nothing would come of it. A turn is a step size times an angle: with step sizes of
 # 0.001 to 0.1, the default, fifths of a turn are far away at the beginning, and three layers
-# memorise short sequences instead.
+# memorise short sequences instead. Whoever does not turn by tokens keeps the default: a large step
+# is also a fast decay, and nothing would make up for that.
 ARITHMETIC = Task(
-    size=Size(layers=3, width=64, steps=5000),
+    size=Size(layers=3, width=64, steps=8000),
     learning_rates=(1e-3, 3e-3),
     rope_fraction=1.0,
-    ssm_cfg={"dt_min": 0.1, "dt_max": 1.0},
+    turning={"dt_min": 0.1, "dt_max": 1.0},
     lengths="even",
 )
 TASKS = {
@@ -90,7 +99,7 @@ TASKS = {
         size=Size(layers=1, width=32, steps=2000),
         learning_rates=(1e-3, 3e-3, 1e-2),
         rope_fraction=0.5,
-        ssm_cfg={},
+        turning={},
         lengths="logarithmic",
     ),
     "arithmetic": ARITHMETIC,
@@ -111,24 +120,28 @@ ROWS = {
     "Mamba-3, no rotation": Row(
         {**MAMBA3, "rope_fraction": 0.0},
         paper={"parity": 2.27, "arithmetic": 1.49, "brackets": 0.72},
+        turns_by="nothing",
     ),
     "Mamba-2": Row(
         {"layer": "Mamba2", "d_state": 64, "headdim": 32},
         paper={"parity": 0.90, "arithmetic": 47.81, "brackets": 0.88},
+        turns_by="nothing",
     ),
     "Mamba-3, standard rotation": Row(
         MAMBA3,
-        rotate_by_position,
         paper={"parity": 1.56, "arithmetic": 20.70, "brackets": 2.62},
+        turns_by="place",
     ),
-    "Mamba-3, quaternions": Row({**MAMBA3, "rotation": "quaternion"}),
+    # A quaternion turns a vector by half its angle, so twice the range reaches as far.
+    "Mamba-3, quaternions": Row({**MAMBA3, "rotation": "quaternion", "rotation_range": 4.0}),
     "Mamba-3, heavy tail": Row({**MAMBA3, "a_activation": "heavy_tail"}),
 }
 
 
 def row_of(name: str, task: str) -> Row:
     """Return a row of the table with what the task wants, unless the row has its own."""
-    row, wanted = ROWS[name], dict(TASKS[task].ssm_cfg)
+    row = ROWS[name]
+    wanted = dict(TASKS[task].turning) if row.turns_by == "tokens" else {}
     if row.ssm_cfg["layer"] == "Mamba3":
         wanted["rope_fraction"] = TASKS[task].rope_fraction
     return row._replace(ssm_cfg=wanted | row.ssm_cfg)
@@ -145,7 +158,8 @@ def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
         ssm_cfg=row.ssm_cfg,
     )
     model = am.MambaLM(config)
-    row.change(model)
+    if row.turns_by == "place":
+        rotate_by_position(model)
     return model
 
 
@@ -190,8 +204,9 @@ def loss_of(model: am.MambaLM, task: str, seed: int, step: int, steps: int) -> T
 @torch.no_grad()
 def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> float:
     """Return the scaled accuracy of the last answer of sequences of the test length."""
-    right, rows = 0, min(sequences, 128)
-    for first in range(0, sequences, rows):
+    right = 0
+    for first in range(0, sequences, ROWS_AT_ONCE):
+        rows = min(ROWS_AT_ONCE, sequences - first)
         batch = language.batch(rows, TEST_LENGTH, seeded(TEST_DATA, seed, first))
         tokens, answers = after_start(batch, language)
         right += int((model(tokens)[:, -1].argmax(-1) == answers[:, -1]).sum())
@@ -206,7 +221,7 @@ def learning_rate(peak: float, steps: int) -> Callable[[int], float]:
 
     def rate(step: int) -> float:
         fallen = max(0.0, (step / steps - 0.25) / 0.75)
-        return peak * min((step + 1) / 100, FALL**fallen)
+        return peak * min((step + 1) / WARM_UP, FALL**fallen)
 
     return rate
 
@@ -259,19 +274,23 @@ def best_rate(study: Study, task: str, name: str, size: Size) -> float | None:
 def setting_of(
     task: str, name: str, size: Size, seed: int, peak: float, stop_at: int
 ) -> dict[str, Any]:
-    """Return what may differ between cells; what all have in common is code."""
+    """Return all that decides a cell, but the code itself."""
+    row = row_of(name, task)
     return {
         "task": task,
-        "ssm_cfg": row_of(name, task).ssm_cfg,
+        "ssm_cfg": row.ssm_cfg,
+        "turns_by": row.turns_by,
         "size": size._asdict(),
         "seed": seed,
         "learning_rate": peak,
-        "stop_at": stop_at,
-        "longest": [SHORT, LONG],
-        "lengths": TASKS[task].lengths,
-        "tokens": TOKENS,
+        "warm_up": WARM_UP,
         "fall": FALL,
         "adam": ADAM,
+        "stop_at": stop_at,
+        "solved": SOLVED,
+        "lengths": [SHORTEST, SHORT, LONG, TASKS[task].lengths],
+        "test_length": TEST_LENGTH,
+        "tokens": TOKENS,
     }
 
 
@@ -312,13 +331,13 @@ def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute what is missing, print the table and draw it."""
     parser = flags(__doc__ or "")
-    parser.add_argument("--seeds", type=int, help="seeds per row and task (3; 1 with --quick)")
+    parser.add_argument("--seeds", type=positive, help="seeds per row and task (3; 1 with --quick)")
     options = parser.parse_args(arguments)
     seeds = range(options.seeds or (1 if options.quick else 3))
     study = Study("state_tracking", options)
     scores: dict[str, dict[str, list[float]]] = {}
     for task, column in TASKS.items():
-        steps = int(options.budget * column.size.steps)
+        steps = max(1, round(options.budget * column.size.steps))
         size = QUICK if options.quick else column.size._replace(steps=steps)
         scores[task] = {name: scores_of(study, task, name, size, seeds) for name in ROWS}
     print(table_of(scores))

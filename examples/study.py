@@ -11,11 +11,14 @@ with the same weights as one in a single go.
 
 import argparse
 import json
+import math
 import os
 import platform
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +59,22 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
+def positive(text: str) -> int:
+    """Read a whole number of at least 1 from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return number
+
+
+def share(text: str) -> float:
+    """Read a number above 0 from the command line."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
+    return number
+
+
 def flags(description: str) -> argparse.ArgumentParser:
     """Return a parser with the flags that every study has."""
     parser = argparse.ArgumentParser(
@@ -63,7 +82,7 @@ def flags(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a minute's version of the study")
     parser.add_argument(
-        "--budget", type=float, default=1.0, help="share of the training steps to spend (1)"
+        "--budget", type=share, default=1.0, help="share of the training steps to spend (1)"
     )
     parser.add_argument(
         "--only", default="", help="compute only cells whose key contains this; show all"
@@ -78,11 +97,22 @@ def flags(description: str) -> argparse.ArgumentParser:
 class Run:
     """One cell while it is computed: its checkpoint, its clock and its progress line."""
 
-    def __init__(self, key: str, checkpoint: Path) -> None:
+    def __init__(self, key: str, setting: dict[str, Any], checkpoint: Path) -> None:
         """Remember where checkpoints go; nothing is read before `restore`."""
-        self.key, self.checkpoint = key, checkpoint
+        self.key, self.setting, self.checkpoint = key, setting, checkpoint
         self.began = self.said = self.kept = time.monotonic()
         self.worked = time.process_time()
+
+    @property
+    def folder(self) -> Path:
+        """Where a cell that keeps more than a checkpoint may do so, until its result is stored."""
+        return self.checkpoint.with_suffix("")
+
+    def clear(self) -> None:
+        """Remove what only an unfinished cell needs."""
+        self.checkpoint.unlink(missing_ok=True)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
 
     @property
     def seconds(self) -> float:
@@ -101,10 +131,19 @@ class Run:
             print(f"{self.key}: {text}, {self.seconds:.0f} s", flush=True)
 
     def restore(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-        """Go back to the last checkpoint; returns its notes, or nothing at the beginning."""
+        """Go back to the last checkpoint; returns its notes, or nothing at the beginning.
+
+        Raises:
+            StudyError: the checkpoint was made with another setting.
+        """
         if not self.checkpoint.exists():
             return {}
         saved = torch.load(self.checkpoint, weights_only=True)
+        if saved["setting"] != self.setting:
+            raise StudyError(
+                f"{self.checkpoint}: {self.key!r} was begun with {saved['setting']}, and now "
+                f"{self.setting} is asked for. Give the flags of that run, or remove the file."
+            )
         model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         self.began -= saved["seconds"]
@@ -122,7 +161,7 @@ class Run:
         whole = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
         beside = self.checkpoint.with_suffix(".part")
         spent = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
-        torch.save({**whole, **spent, "notes": notes}, beside)
+        torch.save({**whole, **spent, "setting": self.setting, "notes": notes}, beside)
         os.replace(beside, self.checkpoint)
 
 
@@ -138,8 +177,8 @@ class Study:
         """Read the cells that are finished."""
         self.name, self.options = name, options
         # A short run must never be taken for the real one.
-        share = "" if options.budget == 1 else f"budget-{options.budget:g}"
-        self.folder = options.results or RESULTS / ("quick" if options.quick else share)
+        part = "" if options.budget == 1 else f"budget-{options.budget:g}"
+        self.folder = (options.results or RESULTS) / ("quick" if options.quick else part)
         self.file = self.folder / f"{name}.json"
         self.scratch = self.folder / "unfinished"
 
@@ -158,7 +197,12 @@ class Study:
         return self.file.with_suffix(".png")
 
     def cell(
-        self, key: str, setting: dict[str, Any], compute: Callable[[Run], dict[str, Any]]
+        self,
+        key: str,
+        setting: dict[str, Any],
+        compute: Callable[[Run], dict[str, Any]],
+        *,
+        threads: int | None = 1,
     ) -> dict[str, Any] | None:
         """Return the result under a key: from the file, or computed now and stored.
 
@@ -166,6 +210,8 @@ class Study:
             key: readable name of the cell, such as "parity | Mamba-2 | seed 1".
             setting: all that decides the result; stored beside it.
             compute: returns the result, plain values ready for JSON.
+            threads: for computing; None leaves torch's number. The models are small: two commands
+                side by side fill two cores, and one thread gives the same digits everywhere.
 
         Returns:
             The result, or None where `--only` or `--plot-only` leave a cell out.
@@ -186,12 +232,13 @@ class Study:
         if self.options.plot_only or self.options.only not in key:
             return None
         name = "".join(c if c.isalnum() else "-" for c in key)
-        run = Run(key, self.scratch / self.name / f"{name}.pt")
+        run = Run(key, setting, self.scratch / self.name / f"{name}.pt")
         print(f"{key}: starts", flush=True)
-        result = compute(run)
+        with on_threads(threads):
+            result = compute(run)
         spent = {"seconds": round(run.seconds, 1), "cpu_seconds": round(run.cpu_seconds, 1)}
         self._store(key, {"setting": setting, "result": result, **spent})
-        run.checkpoint.unlink(missing_ok=True)
+        run.clear()
         print(f"{key}: {result} in {run.seconds:.0f} s", flush=True)
         return result
 
@@ -201,13 +248,41 @@ class Study:
         made_with = {
             "anymamba": am.__version__,
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
             "machine": platform.machine(),
         }
-        cells = {**self.cells, key: {**cell, "made_with": made_with}}
-        beside = self.file.with_suffix(".part")
-        beside.write_text(json.dumps({"study": self.name, "cells": cells}, indent=1) + "\n")
-        os.replace(beside, self.file)
+        # Two commands may fill one table: nobody writes between this reading and this writing.
+        with held(self.file.with_suffix(".lock")):
+            cells = {**self.cells, key: {**cell, "made_with": made_with}}
+            beside = self.file.with_suffix(".part")
+            beside.write_text(json.dumps({"study": self.name, "cells": cells}, indent=1) + "\n")
+            os.replace(beside, self.file)
+
+
+@contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """Give torch this many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def held(file: Path) -> Iterator[None]:
+    """Wait until no other process holds this file, and hold it; the system lets go of the dead."""
+    with open(file, "a") as stream:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        else:
+            import msvcrt
+
+            msvcrt.locking(stream.fileno(), msvcrt.LK_LOCK, 1)
+        yield
 
 
 class Schedule(NamedTuple):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 def run_quickly(folder, study, *flags):
     importlib.import_module(study).main(["--quick", "--results", str(folder), *flags])
-    return json.loads((folder / f"{study}.json").read_text())["cells"]
+    return json.loads((folder / "quick" / f"{study}.json").read_text())["cells"]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def run_quickly(folder, study, *flags):
 )
 def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, capsys):
     assert len(run_quickly(tmp_path, study)) == cells
-    assert (tmp_path / f"{study}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "quick" / f"{study}.png").read_bytes().startswith(b"\x89PNG")
     first = capsys.readouterr().out
     assert "starts" in first
     run_quickly(tmp_path, study)

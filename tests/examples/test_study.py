@@ -1,6 +1,8 @@
 """What the studies share: cells are kept, runs resume, seeds decide."""
 
 import json
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,19 +38,54 @@ def test_only_and_plot_only_leave_cells_out(tmp_path):
     assert open_study(tmp_path, "--only", "a").cell("a", {}, lambda run: {"x": 1}) == {"x": 1}
 
 
+def fill(folder, name, count):
+    """Stand for a command that fills a part of the table."""
+    study = open_study(folder)
+    for place in range(count):
+        study.cell(f"{name} {place}", {}, lambda run: {"x": 1})
+
+
 def test_two_processes_may_share_a_file(tmp_path):
-    first, second = open_study(tmp_path), open_study(tmp_path)
-    first.cell("a", {}, lambda run: {"x": 1})
-    second.cell("b", {}, lambda run: {"x": 2})
-    assert set(json.loads((tmp_path / "small.json").read_text())["cells"]) == {"a", "b"}
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=fill, args=(tmp_path, name, 30))
+        for name in "ab"
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(json.loads((tmp_path / "small.json").read_text())["cells"]) == 60
 
 
-def test_a_short_run_is_never_taken_for_the_real_one():
+@pytest.mark.parametrize("threads", [1, None])
+def test_cells_are_computed_on_one_thread(tmp_path, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = open_study(tmp_path).cell(
+            "a", {}, lambda run: {"threads": torch.get_num_threads()}, threads=threads
+        )
+        assert found == {"threads": threads or 3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("flag", [["--budget", "0"], ["--budget", "-1"], ["--budget", "inf"]])
+def test_flags_without_sense_are_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        flags("").parse_args(flag)
+    assert "must be a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [[], ["--results", "elsewhere"]])
+def test_a_short_run_is_never_taken_for_the_real_one(given):
     folders = [
-        Study("small", flags("").parse_args(arguments)).folder
+        Study("small", flags("").parse_args([*arguments, *given])).folder
         for arguments in ([], ["--quick"], ["--budget", "0.5"], ["--budget", "0.1"])
     ]
-    assert folders[0] == shared.RESULTS
+    assert folders[0] == (Path(given[1]) if given else shared.RESULTS)
     assert len(set(folders)) == len(folders)
 
 
@@ -78,18 +115,26 @@ def learn(run, steps, stop_at=None):
 
 def test_an_interrupted_run_ends_as_one_in_a_single_go(tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
-    expected = learn(Run("whole", tmp_path / "whole.pt"), 20)
+    expected = learn(Run("whole", {}, tmp_path / "whole.pt"), 20)
     with pytest.raises(Interrupted):
-        learn(Run("cut", tmp_path / "cut.pt"), 20, stop_at=13)
-    history, weight = learn(Run("cut", tmp_path / "cut.pt"), 20)
+        learn(Run("cut", {}, tmp_path / "cut.pt"), 20, stop_at=13)
+    history, weight = learn(Run("cut", {}, tmp_path / "cut.pt"), 20)
     assert expected[0] == history
     assert torch.equal(expected[1], weight)
+
+
+def test_a_checkpoint_of_another_setting_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    with pytest.raises(Interrupted):
+        learn(Run("cut", {"rate": 1}, tmp_path / "cut.pt"), 20, stop_at=13)
+    with pytest.raises(StudyError, match=r"begun with .* remove the file"):
+        learn(Run("cut", {"rate": 2}, tmp_path / "cut.pt"), 20)
 
 
 def test_a_run_stops_when_it_is_good_enough(tmp_path):
     model = nn.Linear(1, 1)
     history = train(
-        Run("early", tmp_path / "early.pt"),
+        Run("early", {}, tmp_path / "early.pt"),
         model,
         torch.optim.SGD(model.parameters()),
         Schedule(100, lambda step: 0.1, evaluate_every=5),

@@ -37,7 +37,7 @@ def test_rows_that_leave_touch_nobody():
     assert together == alone
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 5])
+@pytest.mark.parametrize("fails_at", [1, 2, 5, 8])
 def test_a_failing_callback_leaves_a_whole_token(fails_at):
     """After an error in a stop function the state is that of the ids, and the stream goes on."""
     lm = model("mamba2")
@@ -49,13 +49,16 @@ def test_a_failing_callback_leaves_a_whole_token(fails_at):
             raise KeyboardInterrupt
         return False
 
-    want = generate(lm, [[1, 2]], max_new_tokens=8)[0]
-    tokens_ = stream(lm, [1, 2], max_new_tokens=8, stop=stop)
+    how = {"max_new_tokens": 8, "frequency_penalty": 3.0, "repetition_penalty": 1.5}
+    [want], [logprobs], _, _ = generate_detailed(lm, [[1, 2]], logprobs=True, **how)
+    tokens_ = stream(lm, [1, 2], stop=stop, **how)
     with pytest.raises(KeyboardInterrupt):
         list(tokens_)
     assert tokens_.ids == want[:fails_at]
+    assert tokens_.logprobs == logprobs[:fails_at]
     assert int(tokens_.cache.position_b[0]) == 2 + fails_at
     assert [*tokens_.ids, *tokens_] == want
+    assert tokens_.logprobs == logprobs
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

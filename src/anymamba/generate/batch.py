@@ -77,8 +77,8 @@ class Request:
             )
 
     def finish_of(self, ids: list[int]) -> str | None:
-        """Say why a row with these new ids is finished, or None."""
-        if ids[-1] in self.stop_ids or any(stop(ids) for stop in self.stop):
+        """Say why a row with these new ids is finished, or None; the caller is not asked."""
+        if ids[-1] in self.stop_ids:
             return "stop"
         return "length" if len(ids) >= self.max_new_tokens else None
 
@@ -149,18 +149,29 @@ class Batch:
         logits_bw = self._processed(self._penalized(self.logits_bw))
         generators = [row.random for row in self.rows]
         ids_b = pick(logits_bw, self.request.sampling, generators, self._check)
-        for row, token in zip(self.rows, ids_b.tolist(), strict=True):
-            row.ids.append(token)
+        self._note(ids_b)
+        for row in self.rows:
             row.finish = self.request.finish_of(row.ids)
+        # Functions of the caller come last: when one fails, the token is whole.
+        for row in self.rows:
+            if row.finish != "stop" and any(stop(row.ids) for stop in self.request.stop):
+                row.finish = "stop"
+
+    def _note(self, ids_b: Tensor) -> None:
+        """Write down the chosen tokens, wherever something depends on them."""
+        chosen_b = None
         if self.with_logprobs:
             chosen_b = self.logits_bw.log_softmax(-1).gather(-1, ids_b[:, None]).squeeze(-1)
-            for row, value in zip(self.rows, chosen_b.tolist(), strict=True):
-                row.logprobs.append(value)
         if self.seen_bw is not None:
             self.seen_bw.scatter_(-1, ids_b[:, None], True)
         if self.counts_bw is not None:
             one = torch.ones_like(self.counts_bw[:, :1])
             self.counts_bw.scatter_add_(-1, ids_b[:, None], one)
+        if chosen_b is not None:
+            for row, value in zip(self.rows, chosen_b.tolist(), strict=True):
+                row.logprobs.append(value)
+        for row, token in zip(self.rows, ids_b.tolist(), strict=True):
+            row.ids.append(token)
 
     def feed(self) -> None:
         """Run the newest token of every row through the model."""

@@ -43,6 +43,7 @@ from anymamba.nn.quantized import (
 from anymamba.nn.registers import Cursor, Insertion, Marker, RegisterConfig, Registers
 from anymamba.nn.residual import MultiGate, MultiGateResidual, ResidualConfig, depth_init_bias
 from anymamba.nn.reversal import check_lengths, token_mask
+from anymamba.nn.rotation import Rotation
 from anymamba.nn.schedule import VirtualLayers, make_bidirectional_schedule, make_schedule
 from anymamba.nn.stack import Stack, StackStep
 from anymamba.nn.stack_cache import StackCache
@@ -86,6 +87,7 @@ __all__ = [
     "Registers",
     "ResidualConfig",
     "Ring",
+    "Rotation",
     "RotationState",
     "Stack",
     "StackCache",

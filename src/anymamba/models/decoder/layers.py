@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.models.decoder.weights import NotServed, Weights
-from anymamba.nn import GatedMLP, Layer, Mamba, Mamba2, Mamba3, RMSNorm, RMSNormGated
+from anymamba.nn import (
+    GatedMLP,
+    Layer,
+    Mamba,
+    Mamba2,
+    Mamba3,
+    RMSNorm,
+    RMSNormGated,
+    Rotation,
+)
 from anymamba.ops import decode, div_eps
 
 __all__ = ["layer_of"]
@@ -105,6 +114,8 @@ def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer) -> None:
     if mixer.is_outproj_norm:
         _gate_norm(weights, mixer, out, mixer.headdim)
     turn = weights.option(mixer, "rotation")
+    if type(turn) is not Rotation:
+        raise NotServed(f"the rotation is a {type(turn).__name__}, which may turn by other rules")
     is_complex = turn.kind == "complex"
     kind = "QUATERNION" if not is_complex else turn.pairing.upper()
     out.rotation = decode.RotationKind[kind]
