@@ -1,14 +1,16 @@
 """Can one layer follow the product of a word in a group, with complex and with quaternion turns?
 
-    python examples/group_words.py            # an hour on one core; --quick takes one minute
+    python examples/group_words.py            # 40 minutes on one core; --quick takes two
     python examples/group_words.py --only A5
 
-Two settings. "512 words" is that of the original study: few words, no MLP; the early places can be
-learnt by heart (512 words spell out nine generators), and the rest is chance. "fresh words" draws
-its words anew each time and adds a gated MLP behind the block, because the readout needs products
-(`group_models.py` says why, and has weights that are right at every depth). Models are trained to
-depth 12 and tested to depth 24: there are 4096 words of depth 12, few enough to learn by heart, so
-it is beyond them that a model shows whether it has learnt the group.
+Three settings. "512 words" is that of the original study: few words, no MLP; the early places can
+be learnt by heart (512 words spell out nine generators), and the rest is chance. "fresh words"
+draws its words anew each time and adds a gated MLP behind the block, because the readout needs
+products (`group_models.py` says why, and has weights that are right at every depth). "Large steps"
+begins with step sizes of 0.1 to 1: a turn is a step size times an angle, and with the default,
+0.001 to 0.1, a model has learnt the words by heart before it turns. Models are trained to depth 12
+and tested to depth 24: there are 4096 words of depth 12, few enough to learn by heart, so it is
+beyond them that a model shows whether it has learnt the group.
 """
 
 import itertools
@@ -47,6 +49,7 @@ class Setting:
         rate: learning rate at its peak.
         is_constant: whether it stays there; else it falls as a cosine.
         decay: of the weights.
+        block: sizes of the block and what it begins with.
     """
 
     name: str
@@ -57,10 +60,15 @@ class Setting:
     rate: float
     is_constant: bool
     decay: float
+    block: dict[str, Any]
 
 
-ORIGINAL = Setting("512 words", ("A5",), 512, False, 120 * 8, 1e-3, True, 0.1)
-FRESH = Setting("fresh words", ("A5", "S3", "Q8"), 0, True, 4000, 3e-3, False, 0.0)
+ALL = ("A5", "S3", "Q8")
+ORIGINAL = Setting("512 words", ("A5",), 512, False, 120 * 8, 1e-3, True, 0.1, BLOCK)
+FRESH = Setting("fresh words", ALL, 0, True, 4000, 3e-3, False, 0.0, BLOCK)
+# A turn is a step size times an angle; steps of 0.001 to 0.1, the default, turn by nearly nothing.
+LARGE_STEPS = {**BLOCK, "dt_min": 0.1, "dt_max": 1.0}
+TURNING = Setting("fresh words, large steps", ALL, 0, True, 2000, 3e-3, False, 0.0, LARGE_STEPS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,13 +101,13 @@ def setting_of(
     """Return all that decides a cell, but the code itself."""
     how = asdict(replace(setting, steps=steps))
     del how["groups"]
-    sizes = {"depth": DEPTH, "batch": BATCH, "warm_up": WARMUP, "width": WIDTH, "block": BLOCK}
+    sizes = {"depth": DEPTH, "batch": BATCH, "warm_up": WARMUP, "width": WIDTH}
     return {**how, "group": group, "rotation": rotation, "seed": seed, **sizes}
 
 
 def cases() -> Iterator[tuple[Setting, str, str]]:
     """Yield setting, group and rotation of every curve."""
-    for setting in (ORIGINAL, FRESH):
+    for setting in (ORIGINAL, FRESH, TURNING):
         for name, rotation in itertools.product(setting.groups, ROTATIONS):
             yield setting, name, rotation
 
@@ -109,7 +117,7 @@ def learn(
 ) -> dict[str, Any]:
     """Train one model and test it at every depth."""
     torch.manual_seed(seed)
-    model = model_of(group, rotation=rotation, has_mlp=setting.has_mlp)
+    model = model_of(group, rotation=rotation, has_mlp=setting.has_mlp, block=setting.block)
     known = group.words(setting.words, DEPTH, TRAIN_SEED)
     held_out = group.words(128, DEPTH, EVAL_SEED)
 
