@@ -50,7 +50,7 @@ def steps_since_reset(word: Word) -> list[Hashable]:
 
 
 def counts_since_reset(word: Word, *, modulus: int = 10**9) -> list[Hashable]:
-    """Return how often each symbol came since the last reset: all that commuting turns know."""
+    """Return how often each symbol came: all that commuting turns of one vector tell."""
     codes, counts = [], [0, 0]
     for symbol in word:
         if symbol == RESET:

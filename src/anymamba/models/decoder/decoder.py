@@ -193,7 +193,7 @@ def _prepare(
 def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
     _check_call(ids_b)
     decoder, promise = _decoders.get(lm), _promises.get(lm)
-    if promise is not None and promise.decoder is not None and promise.decoder is decoder:
+    if decoder is not None and promise is not None and promise.decoder is decoder:
         return decoder
     if decoder is None or not decoder.weights.are_current():
         _decoders.pop(lm, None)
