@@ -66,7 +66,7 @@ def draw_curves(
     across: str,
     upwards: str,
 ) -> None:
-    """Draw a panel per group and a curve per name, with the range over seeds as error bars.
+    """Draw a panel per group and a curve per name, with the range over seeds as a band.
 
     Args:
         file: PNG to write.
@@ -74,25 +74,34 @@ def draw_curves(
         across: label of the horizontal axis.
         upwards: label of the vertical axis.
     """
-    figure = new_figure(10, 4.2)
-    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    columns = min(4, len(curves))
+    rows = -(-len(curves) // columns)
+    figure = new_figure(10, 1.2 + 2.8 * rows)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    panels = list(grid.flat)[: len(curves)]
+    for unused in list(grid.flat)[len(curves) :]:
+        unused.set_axis_off()
     for panel, (group, lines) in zip(panels, curves.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
             found = {place: spread(seeds) for place, seeds in points.items() if seeds}
-            panel.errorbar(
-                list(found),
-                [value.mean for value in found.values()],
-                [[v.below for v in found.values()], [v.above for v in found.values()]],
-                color=COLOURS[number % len(COLOURS)],
-                marker="osD^vP*X"[number % 8],
-                markersize=5,
-                capsize=3,
-                label=name,
+            places, colour = list(found), COLOURS[4 * number % len(COLOURS)]
+            panel.fill_between(
+                places,
+                [v.mean - v.below for v in found.values()],
+                [v.mean + v.above for v in found.values()],
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
             )
-        panel.set_title(group)
+            mark = "osD^vP*X"[number % 8]
+            means = [v.mean for v in found.values()]
+            panel.plot(places, means, color=colour, marker=mark, markersize=4, label=name)
+        # The group on a line of its own, what was done with it below.
+        panel.set_title(group.replace(", ", "\n", 1), fontsize=10)
         panel.set_xlabel(across)
         panel.grid(linewidth=0.3)
-    panels[0].set_ylabel(upwards)
+    for row in grid:
+        row[0].set_ylabel(upwards)
     add_legend(figure, panels)
     save(figure, file)
 
