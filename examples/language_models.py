@@ -40,6 +40,12 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Mamba-1": ("Mamba1", 128, {"d_state": 16}),
     "Mamba-2": ("Mamba2", 128, {"d_state": 64, "headdim": 32}),
     "Mamba-3 SISO": ("Mamba3", 128, {"d_state": 52, "headdim": 32}),
+    # First step sizes of 0.1 to 1 instead of 0.001 to 0.1: in so short a training it matters.
+    "Mamba-3 SISO, large steps": (
+        "Mamba3",
+        128,
+        {"d_state": 52, "headdim": 32, "dt_min": 0.1, "dt_max": 1.0},
+    ),
     "Mamba-3 MIMO": (
         "Mamba3",
         96,

@@ -14,7 +14,7 @@ def run_quickly(folder, study, *flags):
 
 
 @pytest.mark.parametrize(
-    ("study", "cells"), [("reset", 5), ("group_words", 14), ("language_models", 17)]
+    ("study", "cells"), [("reset", 5), ("group_words", 14), ("language_models", 21)]
 )
 def test_quick_form_leaves_a_table_and_a_picture(study, cells, tmp_path, capsys):
     assert len(run_quickly(tmp_path, study)) == cells
