@@ -1,13 +1,13 @@
 """Do the smallest models learn the reset tasks, and do they fail without what a task needs?
 
-    python examples/reset.py            # 45 minutes on one core; --quick takes one
+    python examples/reset.py            # 30 minutes on one core; --quick takes one
     python examples/reset.py --only majority
 
 Every model is one block of 62 to 328 parameters, trained on 4096 words of all families and tested
-on 2048 new words of each. The ablations have the same schedule: the rotor without rotation, the
-spinor with complex turns, which commute. The limits beside them are what tables can reach that know
-only the symbol (majority), the symbol and its distance from the reset (rotor), or how often each
-symbol came (spinor): see `reset_limits.py`.
+on 2048 of each from another seed. The ablations have the same schedule: the rotor without
+rotation, the spinor with complex turns, which commute. The limits beside them are what tables can
+reach that know only the symbol (majority), the symbol and its distance from the reset (rotor), or
+how often each symbol came (spinor): see `reset_limits.py`.
 """
 
 import math
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, Any]:
-    """Train one model and test it on new words."""
+    """Train one model and test it on other words."""
     task = TASKS[contender.task]
     torch.manual_seed(seed)
     model = model_of(task.name, **contender.options)
@@ -229,7 +229,7 @@ def draw(study: Study, scores: dict[Contender, Scores]) -> None:
         panel.grid(axis="y", linewidth=0.3)
         panel.set_axisbelow(True)
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
-    panels[0].set_ylabel("accuracy on new words, %")
+    panels[0].set_ylabel("accuracy on test words, %")
     save(figure, study.picture())
 
 
