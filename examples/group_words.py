@@ -17,7 +17,6 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from anymamba.train import cosine_factor
 from group_models import BLOCK, WIDTH, model_of
 from groups import EVAL_SEED, GROUPS, REFERENCE, TRAIN_SEED, Group
 from picture import draw_curves
-from study import Run, Schedule, Study, flags, seeded, train
+from study import LARGE_STEPS, Run, Schedule, Study, flags, ranged, seeded, table, train
 
 SEEDS = (0, 1, 2)
 ROTATIONS = ("complex", "quaternion")
@@ -66,9 +65,9 @@ class Setting:
 ALL = ("A5", "S3", "Q8")
 ORIGINAL = Setting("512 words", ("A5",), 512, False, 120 * 8, 1e-3, True, 0.1, BLOCK)
 FRESH = Setting("fresh words", ALL, 0, True, 4000, 3e-3, False, 0.0, BLOCK)
-# A turn is a step size times an angle; steps of 0.001 to 0.1, the default, turn by nearly nothing.
-LARGE_STEPS = {**BLOCK, "dt_min": 0.1, "dt_max": 1.0}
-TURNING = Setting("fresh words, large steps", ALL, 0, True, 2000, 3e-3, False, 0.0, LARGE_STEPS)
+TURNING = Setting(
+    "fresh words, large steps", ALL, 0, True, 2000, 3e-3, False, 0.0, BLOCK | LARGE_STEPS
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,16 +168,14 @@ def table_of(curves: dict[str, dict[str, dict[float, list[float]]]]) -> str:
     """Return the table in Markdown: right answers in percent at some depths, over seeds."""
     depths = (3, 6, 9, DEPTH, DEPTH + 4, 2 * DEPTH)
     heads = ["words", "rotation", *(f"depth {depth}" for depth in depths), "seeds"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for panel, rotations in curves.items():
-        for rotation, points in rotations.items():
-            entries = [
-                f"{fmean(p):.1f} ({min(p):.1f} to {max(p):.1f})"
-                for p in (points[depth] for depth in depths)
-            ]
-            row = [panel, rotation, *entries, str(len(points[0]))]
-            lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+    return table(
+        heads,
+        (
+            [panel, rotation, *(ranged(points[depth]) for depth in depths), str(len(points[0]))]
+            for panel, rotations in curves.items()
+            for rotation, points in rotations.items()
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from reset_limits import (
 )
 from reset_models import model_of
 from reset_tasks import EVAL_SEED, MIXED, TASKS, TRAIN_SEED, Task, batch_of
-from study import Run, Schedule, Study, flags, seeded, spread, train
+from study import Run, Schedule, Study, flags, seeded, spread, table, train
 
 # The landscape of 62 parameters has dead ends: more seeds say how often a run falls into one. Other
 # runs rest at 92 % of the random words, all others right, and leave that plateau slowly.
@@ -179,10 +179,7 @@ def limits(task: Task) -> dict[str, float]:
 
 def table_of(scores: dict[Contender, Scores]) -> str:
     """Return the table in Markdown: worst to best seed on each family, beside the limits."""
-    lines = [
-        "| task | who | accuracy on its families, % | all families at 100 % |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for task in TASKS.values():
         for contender, runs in scores.items():
             if contender.task == task.name:
@@ -193,10 +190,11 @@ def table_of(scores: dict[Contender, Scores]) -> str:
                 ]
                 solved = [seed for seed, run in runs.items() if min(run.values()) == 100]
                 seeds = f"{len(solved)} of {len(runs)} seeds: {', '.join(map(str, solved)) or '-'}"
-                lines.append(f"| {task.name} | {contender.name} | {', '.join(cells)} | {seeds} |")
+                rows.append([task.name, contender.name, ", ".join(cells), seeds])
         cells = [f"{name} {value:.3f}" for name, value in limits(task).items()]
-        lines.append(f"| {task.name} | {LIMITS[task.name][0]} | {', '.join(cells)} | |")
-    return "\n".join(lines)
+        rows.append([task.name, LIMITS[task.name][0], ", ".join(cells), ""])
+    heads = ["task", "who", "accuracy on its families, %", "all families at 100 %"]
+    return table(heads, rows)
 
 
 def draw(study: Study, scores: dict[Contender, Scores]) -> None:

@@ -22,7 +22,7 @@ import anymamba as am
 from formal_languages import LANGUAGES, UNASKED, Batch, Language
 from picture import draw_bars
 from standard_rotation import rotate_by_position
-from study import Run, Schedule, Study, flags, positive, seeded, spread, train
+from study import LARGE_STEPS, Run, Schedule, Study, flags, positive, ranged, seeded, table, train
 
 TEST_LENGTH = 256
 SHORTEST = 3
@@ -82,15 +82,15 @@ class Task(NamedTuple):
 
 
 # Three layers at 1e-2 are ahead after a tenth of the steps and stay where they are: trials would
-# choose it, and nothing would come of it. A turn is a step size times an angle: with step sizes of
-# 0.001 to 0.1, the default, fifths of a turn are far away at the beginning, and three layers
-# memorise short sequences instead. Whoever does not turn by tokens keeps the default: a large step
-# is also a fast decay, and nothing would make up for that.
+# choose it, and nothing would come of it. With small first steps, the default, fifths of a turn
+# are far away at the beginning, and three layers memorise short sequences instead. Whoever does not
+# turn by tokens keeps the default: a large step is also a fast decay, and nothing would make up for
+# that.
 ARITHMETIC = Task(
     size=Size(layers=3, width=64, steps=8000),
     learning_rates=(1e-3, 3e-3),
     rope_fraction=1.0,
-    turning={"dt_min": 0.1, "dt_max": 1.0},
+    turning=LARGE_STEPS,
     lengths="even",
 )
 TASKS = {
@@ -314,18 +314,14 @@ def scores_of(study: Study, task: str, name: str, size: Size, seeds: Sequence[in
 
 def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
     """Return the table in Markdown: the mean over seeds, the range, and the paper's number."""
-    lines = ["| model | " + " | ".join(scores) + " |", "|---" * (len(scores) + 1) + "|"]
+    rows = []
     for name, row in ROWS.items():
         entries = []
-        for task, rows in scores.items():
-            measured = rows[name]
-            text = "-"
-            if measured:
-                mean, below, above = spread(measured)
-                text = f"{mean:.1f} ({mean - below:.1f} to {mean + above:.1f}, n={len(measured)})"
+        for task, found in scores.items():
+            text = ranged(found[name], count=True)
             entries.append(f"{text}; paper {row.paper[task]:.1f}" if row.paper else text)
-        lines.append(f"| {name} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        rows.append([name, *entries])
+    return table(["model", *scores], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,16 +17,20 @@ import platform
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 import anymamba as am
 
+# A turn of Mamba-3 is a step size times an angle: with the default, 0.001 to 0.1, a model begins
+# with turns of nearly nothing.
+LARGE_STEPS = {"dt_min": 0.1, "dt_max": 1.0}
 RESULTS = Path(__file__).resolve().parent / "results"
 TIMES = ("seconds", "cpu_seconds")
 SECONDS_BETWEEN_LINES = 15.0
@@ -49,6 +53,34 @@ def spread(values: Sequence[float]) -> Spread:
     """Return the mean with the range as its error bar: with few seeds, no model of the noise."""
     mean = statistics.fmean(values)
     return Spread(mean, mean - min(values), max(values) - mean)
+
+
+def ranged(values: Sequence[float], digits: int = 1, *, count: bool = False) -> str:
+    """Return mean and range as text, and how many values there are; `-` where there are none.
+
+    Example:
+        >>> ranged([1.0, 2.0], count=True)
+        '1.5 (1.0 to 2.0, n=2)'
+    """
+    if not values:
+        return "-"
+    mean, low, high = (
+        f"{x:.{digits}f}" for x in (statistics.fmean(values), min(values), max(values))
+    )
+    return f"{mean} ({low} to {high}" + (f", n={len(values)})" if count else ")")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown.
+
+    Example:
+        >>> print(table(["a", "b"], [["1", "2"]]))
+        | a | b |
+        |---|---|
+        | 1 | 2 |
+    """
+    first, *others = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
+    return "\n".join([first, "|---" * len(heads) + "|", *others])
 
 
 def seeded(*numbers: int) -> torch.Generator:
@@ -252,7 +284,7 @@ class Study:
             "machine": platform.machine(),
         }
         # Two commands may fill one table: nobody writes between this reading and this writing.
-        with held(self.file.with_suffix(".lock")):
+        with FileLock(self.file.with_suffix(".lock")):
             cells = {**self.cells, key: {**cell, "made_with": made_with}}
             beside = self.file.with_suffix(".part")
             beside.write_text(json.dumps({"study": self.name, "cells": cells}, indent=1) + "\n")
@@ -268,21 +300,6 @@ def on_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def held(file: Path) -> Iterator[None]:
-    """Wait until no other process holds this file, and hold it; the system lets go of the dead."""
-    with open(file, "a") as stream:
-        if os.name == "posix":
-            import fcntl
-
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        else:
-            import msvcrt
-
-            msvcrt.locking(stream.fileno(), msvcrt.LK_LOCK, 1)
-        yield
 
 
 class Schedule(NamedTuple):

@@ -1,4 +1,4 @@
-"""Print whether late tokens cost what early ones did, how evenly they come, what choosing costs.
+"""Print whether late tokens cost what early ones did, how evenly they come, what else they cost.
 
     python tools/measure_latency.py                              # three minutes
     python tools/measure_latency.py --preset mamba2-130m --quantize int8
@@ -80,6 +80,17 @@ def print_growth(lm: MambaLM, count: int) -> None:
     print(f"  memory: {early_bytes / MIB:.0f} MiB after {EARLY}, {grown / MIB:+.1f} MiB since")
 
 
+def print_looking(lm: MambaLM, count: int) -> None:
+    """Print what it costs to look at the weights at every token, which a promise saves."""
+    looking, trusting, saved = Speaker(lm), Speaker(lm), []
+    for _ in range(count):
+        plain = looking.timed_token()
+        with lm.unchanged():
+            trusting.skip(1)  # the first one looks
+            saved.append(plain - trusting.timed_token())
+    print(f"  looking at the weights: {1e6 * statistics.median(saved):.0f} us of a token")
+
+
 @contextmanager
 def clocked(lm: MambaLM) -> Iterator[list[float]]:
     """Collect the seconds of every token inside the model."""
@@ -142,6 +153,7 @@ def main() -> None:
         sequence = Speaker(lm).skip(FEWEST)
         seconds = [sequence.timed_token() for _ in range(given.timed)]
         print(f"  {given.timed:,} tokens: {described(seconds)}")
+        print_looking(lm, given.timed // 4)
         print("  choosing a token, outside the model:")
         print_choosing(lm, given.timed // 4)
 

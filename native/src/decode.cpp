@@ -71,7 +71,6 @@ void enter_sublayer(Step &step, const DecodeNorm &norm, bool has_branch) {
 void run_mlp(Step &step, const DecodeLayer &layer) {
     const Board &board = step.board;
     const int64_t half = layer.fc1.rows / 2;
-    prepare(layer.fc1, &step.desk.x);
     step.share_rows(layer.fc1, half, [&](Share own) {
         multiply(layer.fc1, step.desk.x, own.first, own.last, board.hidden, board.hidden_stride);
         multiply(layer.fc1, step.desk.x, half + own.first, half + own.last, board.hidden,
@@ -83,7 +82,6 @@ void run_mlp(Step &step, const DecodeLayer &layer) {
     });
     step.meet_before(layer.fc2);
     step.present(board.hidden, board.hidden_stride);
-    prepare(layer.fc2, &step.desk.x);
     multiply_share(step, layer.fc2, board.branch, board.branch_stride);
 }
 
@@ -116,7 +114,6 @@ void run_token(Step &step) {
                         step.desk.stream + row * step.board.branch_stride);
     for (int64_t place = 0; place < program.layers; ++place) run_layer(step, place);
     enter_sublayer(step, program.norm, true);
-    prepare(program.head, &step.desk.x);
     const anymamba_tensor &logits = step.tensors[kDecodeLogits];
     multiply_share(step, program.head, static_cast<float *>(logits.data), logits.stride[0]);
     if (step.worker > 0) return;

@@ -176,7 +176,6 @@ void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
     project_and_convolve(step, layer, states[0], 0, layer.inner);
     step.meet_before(layer.x_proj);
     step.present(board.projected, board.projected_stride);
-    prepare(layer.x_proj, &step.desk.x);
     multiply_share(step, layer.x_proj, board.narrow, board.narrow_stride);
     step.team.wait();
     static_assert(kStrip % kDecodeGroup == 0, "a share starts at a whole group");
@@ -186,7 +185,6 @@ void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
     });
     step.meet_before(layer.out_proj);
     step.present(board.mixed, board.mixed_stride);
-    prepare(layer.out_proj, &step.desk.x);
     multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
 }
 

@@ -114,7 +114,6 @@ void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
         normalize_mixed(step, layer);
         step.present(step.desk.normed, step.desk.normed_stride);
     }
-    prepare(layer.out_proj, &step.desk.x);
     multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
 }
 

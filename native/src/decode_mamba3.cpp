@@ -178,7 +178,6 @@ int64_t mamba3_scratch_bytes(const DecodeLayer &layer) {
 
 void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
     const Board &board = step.board;
-    prepare(layer.in_proj, &step.desk.x);
     multiply_share(step, layer.in_proj, board.projected, board.projected_stride);
     step.meet_before(states[0], layer.heads);
     Heads heads(step, layer, states);
@@ -188,7 +187,6 @@ void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
     });
     step.meet_before(layer.out_proj);
     step.present(board.mixed, board.mixed_stride);
-    prepare(layer.out_proj, &step.desk.x);
     multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
 }
 

@@ -120,7 +120,6 @@ void multiply_share(Step &step, const DecodeMatrix &matrix, float *out, int64_t 
 void project_and_convolve(Step &step, const DecodeLayer &layer, const anymamba_tensor &window,
                           int64_t first_channel, int64_t channels) {
     const Board &board = step.board;
-    prepare(layer.in_proj, &step.desk.x);
     step.share_rows(layer.in_proj, layer.in_proj.rows, [&](Share own) {
         multiply(layer.in_proj, step.desk.x, own.first, own.last, board.projected,
                  board.projected_stride);

@@ -51,11 +51,13 @@ struct Step {
         if (own.is_empty()) own = team.take(count, unit);
         for (; !own.is_empty(); own = team.take(count, unit)) function(own);
     }
-    // The same for the first `count` rows of a matrix. Before the end of a share the next one is
-    // taken and its beginning asked for, so that memory goes on.
+    // The same for the first `count` rows of a matrix, for which what is presented is prepared.
+    // Before the end of a share the next one is taken and its beginning asked for, so that memory
+    // goes on.
     template <class Function>
     ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count,
                                     const Function &function) {
+        prepare(matrix, &desk.x);
         const int64_t unit = unit_of(count, team.size());
         Share own = team.first(worker, count, unit);
         if (own.is_empty()) own = team.take(count, unit);

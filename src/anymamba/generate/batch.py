@@ -159,17 +159,17 @@ class Batch:
 
     def _note(self, ids_b: Tensor) -> None:
         """Write down the chosen tokens, wherever something depends on them."""
-        chosen_b = None
+        logprobs: list[float] = []
         if self.with_logprobs:
-            chosen_b = self.logits_bw.log_softmax(-1).gather(-1, ids_b[:, None]).squeeze(-1)
+            chosen_b1 = self.logits_bw.log_softmax(-1).gather(-1, ids_b[:, None])
+            logprobs = chosen_b1.flatten().tolist()
         if self.seen_bw is not None:
             self.seen_bw.scatter_(-1, ids_b[:, None], True)
         if self.counts_bw is not None:
             one = torch.ones_like(self.counts_bw[:, :1])
             self.counts_bw.scatter_add_(-1, ids_b[:, None], one)
-        if chosen_b is not None:
-            for row, value in zip(self.rows, chosen_b.tolist(), strict=True):
-                row.logprobs.append(value)
+        for row, value in zip(self.rows, logprobs, strict=self.with_logprobs):
+            row.logprobs.append(value)
         for row, token in zip(self.rows, ids_b.tolist(), strict=True):
             row.ids.append(token)
 

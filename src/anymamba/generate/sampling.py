@@ -221,7 +221,7 @@ def pick(
     logits_bw: Tensor,
     config: SamplingConfig,
     generators: Sequence[torch.Generator],
-    check: Callable[[list[float]], None] = lambda best: None,
+    check: Callable[[list[float]], None],
 ) -> Tensor:
     """Choose a token per row: the likeliest, or a draw with one number of the row's generator.
 

@@ -11,7 +11,8 @@ report.md         a page for people
 
 import os
 from pathlib import Path
-from typing import IO, Any
+
+from filelock import FileLock, Timeout
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io import replacing
@@ -40,7 +41,8 @@ class RunFolder:
         self.model = self.folder / "model"
         self.picture = self.folder / "loss.png"
         self.report = self.folder / "report.md"
-        self._lock: IO[bytes] | None = None
+        # Held until `release`, or until the process ends, however it ends.
+        self._lock = FileLock(self.folder / ".lock", timeout=0, thread_local=False)
 
     def checkpoints(self, keep: int = 3) -> CheckpointFolder:
         """Return the run's checkpoints."""
@@ -56,18 +58,17 @@ class RunFolder:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Open until `release`, or until the process ends.
-            self._lock = open(self.folder / ".lock", "ab")  # noqa: SIM115
+            self._lock.acquire()
+        except Timeout as error:
+            raise ConfigError(
+                f"{WHERE}: one process at a time may train in {str(self.folder)!r}; another one "
+                "does. Wait for it, or set loop.out to another place."
+            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"{WHERE}: {str(self.folder)!r} must be a folder that can be written; {error}. "
                 "Set loop.out to another place."
             ) from error
-        if not _try_lock(self._lock):
-            raise ConfigError(
-                f"{WHERE}: one process at a time may train in {str(self.folder)!r}; another one "
-                "does. Wait for it, or set loop.out to another place."
-            )
         if self.recipe.exists():
             self._check(recipe, resume)
         with replacing(WHERE, self.recipe) as stream:
@@ -75,9 +76,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes in."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def saved_recipe(self) -> Recipe:
         """Return the recipe of the run.
@@ -105,22 +104,3 @@ class RunFolder:
                 f"differ (saved -> given):\n  {lines}\nTake them back, or set loop.out to another "
                 "place for a new run."
             )
-
-
-def _try_lock(stream: IO[Any]) -> bool:
-    """Take the file for this process until it ends, however it ends."""
-    if os.name != "posix":
-        import msvcrt
-
-        try:
-            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
-        except OSError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

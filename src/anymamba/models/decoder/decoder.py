@@ -103,8 +103,8 @@ def unchanged(lm: nn.Module) -> Iterator[None]:
         yield
     finally:
         promise.depth -= 1
-        if promise.depth == 0 and _promises.get(lm) is promise:
-            del _promises[lm]
+        if promise.depth == 0:
+            _promises.pop(lm, None)
 
 
 def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None) -> str | None:
