@@ -51,7 +51,7 @@ def test_a_failing_callback_leaves_a_whole_token(fails_at):
 
     how = {"max_new_tokens": 8, "frequency_penalty": 3.0, "repetition_penalty": 1.5}
     [want], [logprobs], _, _ = generate_detailed(lm, [[1, 2]], logprobs=True, **how)
-    tokens_ = stream(lm, [1, 2], stop=stop, **how)
+    tokens_ = stream(lm, [1, 2], stop=stop, logprobs=True, **how)
     with pytest.raises(KeyboardInterrupt):
         list(tokens_)
     assert tokens_.ids == want[:fails_at]

@@ -238,10 +238,11 @@ def test_log_probabilities_are_those_of_the_model(lm):
         logits_sw = lm(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1, :VOCABULARY].detach()
         expected = logits_sw.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
         assert_same(expected, torch.tensor(actual))
-    tokens = stream(lm, PROMPTS[0], max_new_tokens=6, **SAMPLED)
+    tokens = stream(lm, PROMPTS[0], max_new_tokens=6, logprobs=True, **SAMPLED)
     assert list(tokens) == output.ids[0]
     assert_same(torch.tensor(output.logprobs[0]), torch.tensor(tokens.logprobs))
     assert generate_detailed(lm, PROMPTS[:1], max_new_tokens=1).logprobs is None
+    assert stream(lm, PROMPTS[0], max_new_tokens=1).logprobs is None
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 5.0}], ids=["greedy", "sampled"])

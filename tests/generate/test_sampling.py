@@ -86,18 +86,29 @@ def test_top_p_keeps_the_crossing_token(p, expected):
 
 
 def test_top_p_among_equal_tokens_keeps_no_more_than_needed():
-    """Ties are broken, so that half the mass of a uniform row is half the row."""
-    assert len(kept(keep_top_p(torch.zeros(64), 0.5))) == 32
+    """Ties are broken, so that half the mass of a uniform row is half the row: the first."""
+    assert kept(keep_top_p(torch.zeros(64), 0.5)) == list(range(32))
 
 
-def test_top_p_is_exact_when_the_nucleus_is_large():
-    """A nearly flat vocabulary, whose nucleus exceeds the first guess, is cut as any other."""
-    logits = 0.1 * randn(2, 5000, seed=0, dtype=torch.float32)
-    values, index = logits.sort(descending=True)
+@pytest.mark.parametrize("spread", [0.001, 0.1, 1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.9999])
+def test_top_p_is_that_of_a_sorted_vocabulary(spread, p):
+    """Whether all tokens lie in one bin, in many, or beyond the last, the nucleus is exact."""
+    logits = spread * randn(2, 3, 5000, seed=0, dtype=torch.float64)
+    logits[0, 0, ::7] = -math.inf
+    values, index = logits.sort(descending=True, stable=True)
     mass = values.softmax(-1)
-    values[mass.cumsum(-1) - mass >= 0.9] = -math.inf
+    values[mass.cumsum(-1) - mass >= p] = -math.inf
     expected = torch.empty_like(logits).scatter(-1, index, values)
-    assert torch.equal(expected, keep_top_p(logits, 0.9))
+    assert torch.equal(expected, keep_top_p(logits, p))
+
+
+def test_top_p_leaves_nan_to_be_found():
+    """A row without meaning does not fail here, and does not touch its neighbour."""
+    logits = torch.tensor([[math.nan, 0.0, 1.0], [0.0, 1.0, 5.0]])
+    nucleus = keep_top_p(logits, 0.5)
+    assert nucleus[0].isnan().any()
+    assert kept(nucleus[1]) == [2]
 
 
 def test_min_p_is_a_ratio_to_the_largest_probability():

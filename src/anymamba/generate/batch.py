@@ -148,8 +148,7 @@ class Batch:
         """Choose the next token of every row, append it, and say which rows are finished."""
         logits_bw = self._processed(self._penalized(self.logits_bw))
         generators = [row.random for row in self.rows]
-        ids_b = pick(logits_bw, self.request.sampling, generators, self._check)
-        self._note(ids_b)
+        self._note(pick(logits_bw, self.request.sampling, generators, self._check))
         for row in self.rows:
             row.finish = self.request.finish_of(row.ids)
         # Functions of the caller come last: when one fails, the token is whole.
@@ -157,20 +156,20 @@ class Batch:
             if row.finish != "stop" and any(stop(row.ids) for stop in self.request.stop):
                 row.finish = "stop"
 
-    def _note(self, ids_b: Tensor) -> None:
+    def _note(self, ids: list[int]) -> None:
         """Write down the chosen tokens, wherever something depends on them."""
         logprobs: list[float] = []
-        if self.with_logprobs:
-            chosen_b1 = self.logits_bw.log_softmax(-1).gather(-1, ids_b[:, None])
-            logprobs = chosen_b1.flatten().tolist()
-        if self.seen_bw is not None:
-            self.seen_bw.scatter_(-1, ids_b[:, None], True)
-        if self.counts_bw is not None:
-            one = torch.ones_like(self.counts_bw[:, :1])
-            self.counts_bw.scatter_add_(-1, ids_b[:, None], one)
+        if self.with_logprobs or self.seen_bw is not None or self.counts_bw is not None:
+            ids_b1 = torch.tensor(ids, device=self.logits_bw.device)[:, None]
+            if self.with_logprobs:
+                logprobs = self.logits_bw.log_softmax(-1).gather(-1, ids_b1).flatten().tolist()
+            if self.seen_bw is not None:
+                self.seen_bw.scatter_(-1, ids_b1, True)
+            if self.counts_bw is not None:
+                self.counts_bw.scatter_add_(-1, ids_b1, torch.ones_like(self.counts_bw[:, :1]))
         for row, value in zip(self.rows, logprobs, strict=self.with_logprobs):
             row.logprobs.append(value)
-        for row, token in zip(self.rows, ids_b.tolist(), strict=True):
+        for row, token in zip(self.rows, ids, strict=True):
             row.ids.append(token)
 
     def feed(self) -> None:

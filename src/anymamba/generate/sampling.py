@@ -12,8 +12,10 @@ A filter sees what its forerunners left: top-p measures the mass that remains af
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
@@ -39,8 +41,9 @@ __all__ = [
 
 # Dividing by less only risks overflow: all mass lies on the largest logit long before.
 GREEDY_BELOW = 1e-7
-# Sorting a whole vocabulary takes milliseconds; the nucleus mostly lies within the first tokens.
-NUCLEUS_GUESSES = (64, 1024)
+# Of a nucleus. A flat vocabulary of 50,000 has some hundred tokens in a bin, a peaked one has few.
+BINS, BINS_PER_UNIT = 2048, 64
+FEW = 256  # candidates that are weighed one by one, without torch
 MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
 
@@ -132,7 +135,11 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the likeliest tokens until their mass reaches p; the one that crosses p stays.
 
-    A token goes if the tokens before it already have the mass p. At least one stays.
+    A token goes if those before it already have the mass p. At least one stays; of equally likely
+    tokens the first ones do.
+
+    The vocabulary is not sorted, which takes milliseconds: its mass is added up in bins of equal
+    width in logits, and only the bin in which p is reached is ranked.
 
     Example:
         >>> keep_top_p(torch.tensor([0.5, 0.25, 0.125, 0.125]).log(), 0.6).exp()
@@ -140,17 +147,22 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """
     if p >= 1:
         return logits
-    vocabulary = logits.shape[-1]
-    mass = logits.softmax(-1)
-    few, many = NUCLEUS_GUESSES
-    for count in (few, many, vocabulary):
-        values, index = logits.topk(min(count, vocabulary))
-        ranked = mass.gather(-1, index)
-        reached = ranked.cumsum(-1)
-        if count >= vocabulary or bool((reached[..., -1] >= p).all()):
-            break
-    values = values.masked_fill(reached - ranked >= p, -math.inf)
-    return torch.full_like(logits, -math.inf).scatter(-1, index, values)
+    logits_bw = logits.reshape(-1, logits.shape[-1])
+    mass_bw = logits_bw.softmax(-1)
+    below_bw = (logits_bw.amax(-1, keepdim=True) - logits_bw) * BINS_PER_UNIT
+    # The last clamp is for NaN.
+    bin_bw = below_bw.clamp_(max=BINS - 1).long().clamp_(min=0)
+    mass_bn = mass_bw.new_zeros(len(mass_bw), BINS).scatter_add_(-1, bin_bw, mass_bw)
+    reached_bn = mass_bn.cumsum(-1)
+    crossed_b1 = (reached_bn < p).sum(-1, keepdim=True).clamp_(max=BINS - 1)
+    before_b1 = (reached_bn - mass_bn).gather(-1, crossed_b1)
+    is_out_bw = bin_bw > crossed_b1
+    for row, is_inside_w in enumerate(bin_bw == crossed_b1):
+        inside_m = is_inside_w.nonzero().squeeze(-1)
+        ranked_m, order_m = mass_bw[row, inside_m].sort(descending=True, stable=True)
+        is_beyond_m = ranked_m.cumsum(0) - ranked_m + before_b1[row] >= p
+        is_out_bw[row, inside_m[order_m[is_beyond_m]]] = True
+    return logits.masked_fill(is_out_bw.view_as(logits), -math.inf)
 
 
 def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
@@ -222,8 +234,11 @@ def pick(
     config: SamplingConfig,
     generators: Sequence[torch.Generator],
     check: Callable[[list[float]], None],
-) -> Tensor:
+) -> list[int]:
     """Choose a token per row: the likeliest, or a draw with one number of the row's generator.
+
+    After a token has passed through a model nothing is left in the caches, and every call of torch
+    costs tens of microseconds, whatever its size: the usual ways have as few as possible.
 
     Args:
         logits_bw: after penalties and processors.
@@ -233,28 +248,49 @@ def pick(
             is drawn. NaN counts as the largest.
     """
     if config.is_greedy:
-        ids_b = logits_bw.argmax(-1)
-        check(logits_bw.gather(-1, ids_b[:, None]).flatten().tolist())
-        return ids_b
-    k, vocabulary = int(config.top_k), logits_bw.shape[-1]
-    if 0 < k < vocabulary:
-        values_bw, places_bw = logits_bw.topk(k + 1)
-        ranked = values_bw.tolist()
+        best_b, ids_b = logits_bw.max(-1)
+        check(best_b.tolist())
+        return ids_b.tolist()
+    k = int(config.top_k)
+    if 0 < k < min(logits_bw.shape[-1], FEW):
+        values_bk, places_bk = logits_bw.topk(k + 1)
+        ranked = values_bk.tolist()
         check([row[0] for row in ranked])
         # What equals the last of them is kept too, wherever it is.
         if all(row[k - 1] > row[k] for row in ranked):
-            # A handful of candidates: no softmax over the vocabulary is made.
-            kept = places_bw[:, :k].sort(-1).values
-            few_bw = _cut_off(logits_bw.gather(-1, kept) / config.temperature, config)
-            return kept.gather(-1, draw(few_bw, _uniform(few_bw, generators))[:, None]).squeeze(-1)
+            return [
+                _draw_ranked(values[:k], places[:k], config, _uniform(one))
+                for values, places, one in zip(ranked, places_bk.tolist(), generators, strict=True)
+            ]
     else:
         check(logits_bw.amax(-1).tolist())
-    return draw(restrict(logits_bw, config), _uniform(logits_bw, generators))
+    uniform_b = torch.tensor([_uniform(one) for one in generators]).to(logits_bw)
+    return draw(restrict(logits_bw, config), uniform_b).tolist()
 
 
-def _uniform(logits_bw: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return a number of each row's own, in the dtype and on the device of the logits."""
-    return torch.cat([torch.rand(1, generator=one) for one in generators]).to(logits_bw)
+def _draw_ranked(
+    values: Sequence[float], places: Sequence[int], config: SamplingConfig, uniform: float
+) -> int:
+    """Draw from the few likeliest tokens, the best first, as `restrict` and `draw` would."""
+    # Of equal ones the first stay.
+    places = [place for _, place in sorted(zip(map(float.__neg__, values), places, strict=True))]
+    weights = [math.exp((value - values[0]) / config.temperature) for value in values]
+    enough, reached = config.top_p * sum(weights), 0.0
+    kept: list[tuple[int, float]] = []
+    for place, weight in zip(places, weights, strict=True):
+        # The best has the weight 1: it stays, whatever the options say.
+        if reached >= enough or weight < config.min_p:
+            break
+        kept.append((place, weight))
+        reached += weight
+    kept.sort()
+    sums = list(accumulate(weight for _, weight in kept))
+    return kept[bisect_right(sums, uniform * sums[-1])][0]
+
+
+def _uniform(generator: torch.Generator) -> float:
+    """Return the generator's next number, from 0 to less than 1."""
+    return torch.rand(1, generator=generator).item()
 
 
 def is_integer(value: object) -> TypeGuard[int]:

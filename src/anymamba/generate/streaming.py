@@ -21,12 +21,18 @@ class Stream(Iterator[int]):
     """
 
     @torch.inference_mode()
-    def __init__(self, lm: MambaLM, prompt_ids: Sequence[int] | Tensor, request: Request) -> None:
+    def __init__(
+        self,
+        lm: MambaLM,
+        prompt_ids: Sequence[int] | Tensor,
+        request: Request,
+        logprobs: bool = False,
+    ) -> None:
         """Read the prompt."""
         check_model(request.where, lm)
         prompts = check_prompts(request.where, [prompt_ids], lm.config.vocab_size)
         self._limit = request.max_new_tokens
-        self._batch = Batch(lm, prompts, request, logprobs=True)
+        self._batch = Batch(lm, prompts, request, logprobs=logprobs)
         self._start = self._position
 
     def __iter__(self) -> "Stream":
@@ -46,9 +52,9 @@ class Stream(Iterator[int]):
         return list(self._batch.rows[0].ids)
 
     @property
-    def logprobs(self) -> list[float]:
-        """The log-probability of each token yielded so far, under the model itself."""
-        return list(self._batch.rows[0].logprobs)
+    def logprobs(self) -> list[float] | None:
+        """The log-probability of each token yielded so far, if they were asked for."""
+        return list(self._batch.rows[0].logprobs) if self._batch.with_logprobs else None
 
     @property
     def finish_reason(self) -> str | None:
@@ -83,6 +89,7 @@ def stream(
     prompt_ids: Sequence[int] | Tensor,
     *,
     max_new_tokens: int,
+    logprobs: bool = False,
     **options: Unpack[Options],
 ) -> Stream:
     """Continue one prompt token by token; yields the ids that `generate` would return.
@@ -91,6 +98,8 @@ def stream(
         lm: the model.
         prompt_ids: a list or a 1-D tensor of token ids.
         max_new_tokens: at most this many new ids.
+        logprobs: whether to find the log-probability of each token under the model itself, which
+            takes a look at the whole vocabulary.
         **options: every other argument of `generate`; `seed` is one integer.
 
     Returns:
@@ -103,4 +112,5 @@ def stream(
         >>> len([token for token in tokens]), tokens.cache.position
         (4, tensor([7]))
     """
-    return Stream(lm, prompt_ids, request_of("stream", max_new_tokens, **options))
+    request = request_of("stream", max_new_tokens, **options)
+    return Stream(lm, prompt_ids, request, logprobs)
