@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from anymamba.generate import SamplingConfig, generate, keep_top_k, restrict
+from anymamba.generate import SamplingConfig, generate, keep_top_k, restrict, uniform
 from anymamba.models import MambaConfig, MambaLM
 from laws import randn
 
@@ -70,6 +70,51 @@ def test_greedy_takes_the_first_of_the_largest(lm):
     logits_w = torch.zeros(VOCABULARY)
     logits_w[[60, 70, 290]] = 1.0
     assert chosen(lm, logits_w.expand(2, -1)) == [60, 60]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 1e-50},
+        {"top_p": 1e-300, "top_k": 3},
+        {"temperature": 1e39},
+        {"temperature": 1e300, "top_p": 0.5},
+        {"temperature": 1.1e-7},
+        {"frequency_penalty": 1e300},
+        {"presence_penalty": -1e39},
+    ],
+)
+@pytest.mark.parametrize("factor", [1.0, 1e33])
+def test_extreme_options_choose_from_what_is_left(lm, options, factor):
+    """Whatever overflows, the token is one that the processor left."""
+    logits_w = factor * randn(VOCABULARY, seed=1, dtype=torch.float32)
+    logits_w[10:] = -math.inf
+    ids = chosen(lm, logits_w.expand(20, -1), **{"temperature": 1.0, **options})
+    assert max(ids) < 10
+
+
+def test_default_dtype_changes_no_draw(lm):
+    """One seed, one text, whatever torch makes by default."""
+    logits_rw = randn(ROWS, VOCABULARY, seed=4, dtype=torch.float32)
+    want = chosen(lm, logits_rw, temperature=1.0)
+    before = torch.get_default_dtype()
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            assert chosen(lm, logits_rw, temperature=1.0) == want
+        finally:
+            torch.set_default_dtype(before)
+
+
+def test_numbers_are_even_and_unrelated():
+    """Seeds and places give numbers that fill 0 to 1 and do not follow each other."""
+    numbers = torch.tensor([[uniform(seed, place) for place in range(200)] for seed in range(50)])
+    assert 0 <= numbers.min() < 1e-3
+    assert 1 - 1e-3 < numbers.max() < 1
+    shares = torch.histc(numbers, 10, 0, 1) / numbers.numel()
+    assert (shares - 0.1).abs().max() < 0.015
+    for one, other in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):
+        assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 0.03
 
 
 def _kept(logits_w, **options):

@@ -424,6 +424,7 @@ def test_a_wrong_seed_names_the_function_that_was_called(lm):
         ({"stop_ids": [True]}, ConfigError, "stop_ids must be a list of token ids"),
         ({"stop_ids": ["</s>"]}, ConfigError, "stop_ids must be"),
         ({"stop_ids": 3}, ConfigError, "stop_ids must be"),
+        ({"stop_ids": [[1, 2]]}, ConfigError, "got \\[\\[1, 2\\]\\]"),
         ({"stop": "</s>"}, ConfigError, "stop must be"),
         ({"stop": 3}, ConfigError, "stop must be"),
         ({"processors": [None]}, ConfigError, "processors must be"),
@@ -451,3 +452,5 @@ def test_rejects_unknown_options(lm):
     """An option that does not exist is not ignored."""
     with pytest.raises(TypeError, match="warmth"):
         stream(lm, [1], max_new_tokens=1, warmth=1.0)
+    with pytest.raises(TypeError, match="Did you mean 'top_k'"):
+        generate_detailed(lm, [[1]], max_new_tokens=1, topk=3)

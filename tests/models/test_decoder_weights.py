@@ -33,9 +33,9 @@ def run_once(lm: MambaLM) -> MambaLM:
     return lm
 
 
-def train(lm: MambaLM) -> None:
+def train(lm: MambaLM, *, fused: bool = False) -> None:
     lm.requires_grad_()
-    optimizer = torch.optim.SGD(lm.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(lm.parameters(), lr=0.5, fused=fused)
     lm.loss(tokens(2, 6), impl="portable").backward()
     optimizer.step()
 
@@ -87,12 +87,70 @@ def test_a_changed_model_decodes_with_its_new_weights(change):
     assert_current(lm)
 
 
-@pytest.mark.parametrize("name", ["mamba1", "mamba3 rank 2"])
-def test_training_reaches_every_copy(name):
-    """Every parameter moves in a step of training, and every copy of one follows."""
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3 rank 2"])
+def test_training_reaches_every_copy(name, fused):
+    """Every parameter moves in a step of training, and every copy of one follows.
+
+    A fused optimiser does not raise the version of what it writes to.
+    """
     lm = run_once(model(name))
-    train(lm)
+    train(lm, fused=fused)
     assert_current(lm)
+
+
+def test_a_transposed_weight_is_noticed():
+    """A square weight that is turned in its place is no longer the one that was compiled."""
+    lm = run_once(model("mamba2", ssm_cfg={"layer": "Mamba2", "headdim": 4, "expand": 1}))
+    weight = lm.backbone.layers[0].mixer.out_proj.weight
+    weight.data = weight.data.t()
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    want = lm.step(ids_b, cache, impl="portable").logits
+    assert_same(want, lm.step_(ids_b, cache))
+
+
+def shorten(owner, name: str) -> None:
+    parameter = getattr(owner, name)
+    setattr(owner, name, nn.Parameter(parameter.detach()[:-1].clone()))
+
+
+WRONG_SHAPES = {
+    "embedding": lambda lm: setattr(lm.backbone, "embedding", nn.Embedding(40, 11)),
+    "head": lambda lm: setattr(lm, "lm_head", nn.Linear(11, 40, bias=False)),
+    "norm_f": lambda lm: shorten(lm.backbone.norm_f, "weight"),
+    "norm": lambda lm: shorten(lm.backbone.layers[0].norm, "weight"),
+    "in_proj": lambda lm: setattr(lm.backbone.layers[0].mixer, "in_proj", nn.Linear(12, 10)),
+    "bias": lambda lm: setattr(
+        lm.backbone.layers[0].mixer.out_proj, "bias", nn.Parameter(torch.ones(3))
+    ),
+    "out_proj": lambda lm: setattr(lm.backbone.layers[0].mixer, "out_proj", nn.Linear(10, 12)),
+    "convolution": lambda lm: shorten(lm.backbone.layers[0].mixer.conv1d, "weight"),
+    "D": lambda lm: shorten(lm.backbone.layers[0].mixer, "D"),
+    "no D": lambda lm: setattr(lm.backbone.layers[0].mixer, "D", None),
+    "dt_bias": lambda lm: shorten(lm.backbone.layers[0].mixer, "dt_bias"),
+    "A_log": lambda lm: shorten(lm.backbone.layers[0].mixer, "A_log"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_SHAPES)
+def test_weights_of_another_shape_are_refused(change):
+    """The kernel reads as many numbers as the sizes say, so it must not start."""
+    lm = run_once(model("mamba2"))
+    cache = used_cache(lm, 2)
+    WRONG_SHAPES[change](lm)
+    with pytest.raises(BackendError, match=r"must have the shape|has no D"):
+        lm.step_(tokens(2), cache, impl="native")
+
+
+def test_another_default_device_changes_nothing():
+    """Where torch makes tensors by default is no concern of a token on the CPU."""
+    lm = model("mamba2")
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    want = lm.step_(ids_b, cache.clone(), impl="native")
+    written = generate(lm, [[1, 2]], max_new_tokens=5, temperature=1.0)
+    with torch.device("meta"):
+        assert_same(want, lm.step_(ids_b, cache, impl="native"))
+        assert generate(lm, [[1, 2]], max_new_tokens=5, temperature=1.0) == written
 
 
 def test_copies_of_a_model_stand_alone():

@@ -381,6 +381,22 @@ def test_assign_writes_into_its_own_memory(kind):
         cache.assign_(other.rows([0]))
 
 
+def test_a_refused_assignment_writes_nothing():
+    """All of a model's state is looked at before the first of it is written."""
+    cache, before = make("model"), make("model")
+    other = cache.map(lambda x: x * 2)
+    with torch.inference_mode():
+        frozen = make("model").layers[-1]
+    mixed = cache._replace(layers=(*cache.layers[:-1], frozen))
+    with pytest.raises(CacheError, match="inference mode"):
+        mixed.assign_(other)
+    assert_equal(before, cache)
+    cache.layers[-1].requires_grad_()
+    with pytest.raises(CacheError, match="needs a gradient"):
+        cache.assign_(other)
+    assert_equal(before, cache.detach())
+
+
 @each_kind
 def test_deepcopy_is_a_fork(kind):
     """`copy.deepcopy` keeps type and values and shares no memory."""

@@ -1,6 +1,7 @@
 """Laws of integer weights: how exact they are, and that they behave as layers do."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -151,3 +152,26 @@ def test_weights_that_are_not_finite_are_refused(scheme, wrong):
     weight[1, 3] = wrong
     with pytest.raises(ConfigError, match="finite"):
         quantize(weight, scheme)
+
+
+def test_a_refused_model_stays_as_it_was():
+    """No layer is replaced before all could be, and the error names the one that could not."""
+    lm = MambaLM(MambaConfig(d_model=32, n_layer=2, vocab_size=16))
+    weight = lm.backbone.layers[1].mixer.in_proj.weight
+    with torch.no_grad():
+        weight[0, 0] = math.nan
+    kinds = [type(module) for module in lm.modules()]
+    with pytest.raises(ConfigError, match="in_proj of Mamba"):
+        quantize_lm(lm, "int8")
+    assert [type(module) for module in lm.modules()] == kinds
+    with torch.no_grad():
+        weight[0, 0] = 0.0
+    quantize_lm(lm, "int8")
+
+
+@pytest.mark.parametrize("ids", [[-1, 1], [1, 16]])
+def test_ids_outside_the_table_are_refused(ids):
+    """As by an embedding in floating point, which does not count from the end."""
+    lm = quantize_lm(MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=16)), "int8")
+    with pytest.raises(IndexError):
+        lm(torch.tensor([ids]))

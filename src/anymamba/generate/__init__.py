@@ -12,6 +12,7 @@ from anymamba.generate.sampling import (
     penalize_repetition,
     restrict,
     row_seed,
+    uniform,
 )
 from anymamba.generate.streaming import Stream, stream
 
@@ -31,4 +32,5 @@ __all__ = [
     "restrict",
     "row_seed",
     "stream",
+    "uniform",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
+from operator import index
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,10 +17,11 @@ from anymamba.generate.sampling import (
     penalize_counts,
     penalize_repetition,
     pick,
-    row_generators,
+    row_seeds,
+    uniform,
 )
 from anymamba.models import MambaLM
-from anymamba.nn import ModelCache
+from anymamba.nn import ModelCache, nearest
 
 __all__ = ["Batch", "Options", "Processor", "Request", "Row", "Stop", "request_of"]
 
@@ -62,38 +64,44 @@ class Request:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes and the stop ids."""
+        """Check the sizes."""
         for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
             value = getattr(self, name)
-            if not is_integer(value) or value < least:
+            if not is_integer(value) or index(value) < least:
                 raise ConfigError(
                     f"{self.where}: {name} must be an integer of at least {least}; got {value!r}."
                 )
-        is_list = isinstance(self.stop_ids, Iterable)
-        if not is_list or not all(map(is_integer, self.stop_ids)):
-            raise ConfigError(
-                f"{self.where}: stop_ids must be a list of token ids; got {self.stop_ids!r}. For "
-                "stop strings pass stop=, a function of the new ids."
-            )
 
-    def finish_of(self, ids: list[int]) -> str | None:
-        """Say why a row with these new ids is finished, or None; the caller is not asked."""
-        if ids[-1] in self.stop_ids:
+    def finish_of(self, row: "Row") -> str | None:
+        """Say why a row is finished, or None."""
+        if row.is_stopped or (row.ids and row.ids[-1] in self.stop_ids):
             return "stop"
-        return "length" if len(ids) >= self.max_new_tokens else None
+        return "length" if len(row.ids) >= self.max_new_tokens else None
 
 
 def request_of(where: str, max_new_tokens: int, **options: Unpack[Options]) -> Request:
     """Sort the options into those of sampling and the rest, and check both."""
+    known = Options.__annotations__.keys()
+    for name in options.keys() - known:
+        raise TypeError(f"{where}: unexpected argument {name!r}.{nearest(name, known)}")
     names = {field.name for field in fields(SamplingConfig)}
     sampling = SamplingConfig(**{n: v for n, v in options.items() if n in names})  # pyright: ignore[reportArgumentType]
     rest = {name: value for name, value in options.items() if name not in names}
-    # Lists are made once: an iterator would be empty at the second look.
-    if isinstance(ids := rest.get("stop_ids"), Iterable):
-        rest["stop_ids"] = frozenset(ids)
+    rest["stop_ids"] = _stop_ids(where, rest.get("stop_ids", ()))
     for name in ("stop", "processors"):
         rest[name] = _functions(where, name, rest.get(name))
     return Request(where=where, max_new_tokens=max_new_tokens, sampling=sampling, **rest)  # pyright: ignore[reportArgumentType]
+
+
+def _stop_ids(where: str, given: object) -> frozenset[int]:
+    # A list is made once: an iterator would be empty at the second look.
+    found: list[Any] | None = list(given) if isinstance(given, Iterable) else None
+    if found is None or not all(map(is_integer, found)):
+        raise ConfigError(
+            f"{where}: stop_ids must be a list of token ids; got {given!r}. For stop strings pass "
+            "stop=, a function of the new ids."
+        )
+    return frozenset(map(index, found))
 
 
 def _functions(where: str, name: str, given: object) -> tuple[Callable[..., Any], ...]:
@@ -112,13 +120,26 @@ def _functions(where: str, name: str, given: object) -> tuple[Callable[..., Any]
 
 @dataclass
 class Row:
-    """One prompt's continuation."""
+    """One prompt's continuation.
+
+    The ids are what is certain. All else follows from them or is overwritten together with the next
+    one, so that work which was interrupted anywhere can be done again.
+
+    Attributes:
+        place: of the prompt.
+        seed: of the row's numbers.
+        ids: chosen so far.
+        logprobs: of those ids, if they are wanted.
+        is_stopped: a function of the caller's has said so.
+        judged: how many ids those functions have seen.
+    """
 
     place: int
-    random: torch.Generator
+    seed: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
+    is_stopped: bool = False
+    judged: int = 0
 
 
 class Batch:
@@ -129,8 +150,8 @@ class Batch:
     ) -> None:
         """Read the prompts."""
         self.lm, self.request, self.with_logprobs = lm, request, logprobs
-        generators = row_generators(request.where, request.seed, len(prompts))
-        self.rows = [Row(place, random) for place, random in enumerate(generators)]
+        seeds = row_seeds(request.where, request.seed, len(prompts))
+        self.rows = [Row(place, seed) for place, seed in enumerate(seeds)]
         logits_bw, self.cache = read_prompts(
             request.where, lm, prompts, request.cache, request.prefill_chunk, request.progress
         )
@@ -144,33 +165,45 @@ class Batch:
         if request.sampling.counts_tokens:
             self.counts_bw = torch.zeros_like(self.logits_bw)
 
-    def draw(self) -> None:
-        """Choose the next token of every row, append it, and say which rows are finished."""
-        logits_bw = self._processed(self._penalized(self.logits_bw))
-        generators = [row.random for row in self.rows]
-        self._note(pick(logits_bw, self.request.sampling, generators, self._check))
-        for row in self.rows:
-            row.finish = self.request.finish_of(row.ids)
-        # Functions of the caller come last: when one fails, the token is whole.
-        for row in self.rows:
-            if row.finish != "stop" and any(stop(row.ids) for stop in self.request.stop):
-                row.finish = "stop"
+    def finish_of(self, row: Row) -> str | None:
+        """Say why a row is finished, or None."""
+        return self.request.finish_of(row)
 
-    def _note(self, ids: list[int]) -> None:
-        """Write down the chosen tokens, wherever something depends on them."""
-        logprobs: list[float] = []
-        if self.with_logprobs or self.seen_bw is not None or self.counts_bw is not None:
+    def draw(self) -> None:
+        """Choose the next token of every row and append it.
+
+        Nothing else changes: until the id is there, the same token would be chosen again.
+        """
+        self._remember()
+        logits_bw = self._processed(self._penalized(self.logits_bw))
+        numbers = [uniform(row.seed, len(row.ids)) for row in self.rows]
+        ids = pick(logits_bw, self.request.sampling, numbers, self._check)
+        if self.with_logprobs:
             ids_b1 = torch.tensor(ids, device=self.logits_bw.device)[:, None]
-            if self.with_logprobs:
-                logprobs = self.logits_bw.log_softmax(-1).gather(-1, ids_b1).flatten().tolist()
-            if self.seen_bw is not None:
-                self.seen_bw.scatter_(-1, ids_b1, True)
-            if self.counts_bw is not None:
-                self.counts_bw.scatter_add_(-1, ids_b1, torch.ones_like(self.counts_bw[:, :1]))
-        for row, value in zip(self.rows, logprobs, strict=self.with_logprobs):
-            row.logprobs.append(value)
+            chosen_b1 = self.logits_bw.log_softmax(-1).gather(-1, ids_b1)
+            for row, value in zip(self.rows, chosen_b1.flatten().tolist(), strict=True):
+                row.logprobs[len(row.ids) :] = [value]
         for row, token in zip(self.rows, ids, strict=True):
             row.ids.append(token)
+
+    def judge(self) -> None:
+        """Ask the caller's functions which rows are finished; those that failed are asked again."""
+        for row in self.rows:
+            if row.judged == len(row.ids):
+                continue
+            if row.ids[-1] not in self.request.stop_ids:
+                row.is_stopped = any(stop(row.ids) for stop in self.request.stop)
+            row.judged = len(row.ids)
+
+    def _remember(self) -> None:
+        """Write down the newest ids for the penalties; twice is as good as once."""
+        for place, row in enumerate(self.rows):
+            if not row.ids:
+                continue
+            if self.seen_bw is not None:
+                self.seen_bw[place, row.ids[-1]] = True
+            if self.counts_bw is not None:
+                self.counts_bw[place, row.ids[-1]] = row.ids.count(row.ids[-1])
 
     def feed(self) -> None:
         """Run the newest token of every row through the model."""
@@ -238,8 +271,8 @@ class Batch:
             return
         raise NonFiniteError(
             f"{self.request.where}: the largest logit of each row must be finite; it is not in "
-            f"row {bad[0]}. Either a processor removed every token, or the model computes NaN: "
-            "check its weights and dtype."
+            f"row {bad[0]}. Either a penalty or a processor left no token, or the model computes "
+            "NaN: check its weights and dtype."
         )
 
 

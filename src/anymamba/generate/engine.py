@@ -57,8 +57,8 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts of any lengths; return the new token ids of each.
 
-    Row i draws from a generator of its own, seeded from `(seed, i)`, so a row alone equals that
-    row in a batch: `generate(lm, [prompts[i]], seed=row_seed(seed, i))`.
+    Row i draws numbers of its own, which `(seed, i)` and the place decide, so a row alone equals
+    that row in a batch: `generate(lm, [prompts[i]], seed=row_seed(seed, i))`.
 
     Args:
         lm: the model.
@@ -152,7 +152,7 @@ def generate_detailed(
         [row.logprobs for row in rows] if logprobs else None,
         # A copy made outside inference mode is an ordinary tensor again: gradients may pass it.
         cache.clone(),
-        [row.finish or "length" for row in rows],
+        [request.finish_of(row) or "length" for row in rows],
     )
 
 
@@ -187,9 +187,11 @@ def _run_to_the_end(batch: Batch, *, with_cache: bool) -> tuple[list[Row], list[
     caches: list[ModelCache] = []
     while True:
         batch.draw()
-        going = [place for place, row in enumerate(batch.rows) if row.finish is None]
+        batch.judge()
+        is_going = [batch.finish_of(row) is None for row in batch.rows]
+        going = [place for place, goes in enumerate(is_going) if goes]
         if len(going) < len(batch.rows):
-            done = [place for place, row in enumerate(batch.rows) if row.finish is not None]
+            done = [place for place, goes in enumerate(is_going) if not goes]
             left += [batch.rows[place] for place in done]
             if with_cache:
                 caches.append(batch.cache.rows(done) if going else batch.cache)

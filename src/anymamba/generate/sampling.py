@@ -16,7 +16,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import TypeGuard
+from numbers import Real
+from operator import index
+from typing import SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,12 +37,14 @@ __all__ = [
     "penalize_repetition",
     "pick",
     "restrict",
-    "row_generators",
     "row_seed",
+    "row_seeds",
+    "uniform",
 ]
 
 # Dividing by less only risks overflow: all mass lies on the largest logit long before.
 GREEDY_BELOW = 1e-7
+EVEN_ABOVE = 1e30  # and dividing by more makes no difference: all tokens are equally likely
 # Of a nucleus. A flat vocabulary of 50,000 has some hundred tokens in a bin, a peaked one has few.
 BINS, BINS_PER_UNIT = 2048, 64
 FEW = 256  # candidates that are weighed one by one, without torch
@@ -79,7 +83,7 @@ class SamplingConfig:
         """Check every option's range."""
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"SamplingConfig: {name} must be a number; got {value!r}.")
             if not math.isfinite(value):
                 raise ConfigError(f"SamplingConfig: {name} must be finite; got {value}.")
@@ -161,6 +165,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         inside_m = is_inside_w.nonzero().squeeze(-1)
         ranked_m, order_m = mass_bw[row, inside_m].sort(descending=True, stable=True)
         is_beyond_m = ranked_m.cumsum(0) - ranked_m + before_b1[row] >= p
+        is_beyond_m[:1] = False  # it is the first to reach p, however p is rounded
         is_out_bw[row, inside_m[order_m[is_beyond_m]]] = True
     return logits.masked_fill(is_out_bw.view_as(logits), -math.inf)
 
@@ -196,18 +201,17 @@ def penalize_counts(logits: Tensor, counts: Tensor, frequency: float, presence: 
         frequency: per occurrence.
         presence: for any occurrence.
     """
-    return logits - frequency * counts - presence * (counts > 0).to(logits.dtype)
+    # Others stay as they are, even if a penalty is infinite in this dtype.
+    return torch.where(counts > 0, logits - frequency * counts - presence, logits)
 
 
 def restrict(logits: Tensor, config: SamplingConfig) -> Tensor:
     """Apply temperature, top-k, top-p and min-p, in this order; a greedy config changes nothing."""
     if config.is_greedy:
         return logits
-    return _cut_off(keep_top_k(logits / config.temperature, int(config.top_k)), config)
-
-
-def _cut_off(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Apply what comes after top-k."""
+    # Below zero nothing overflows but what has no mass.
+    below = logits - logits.amax(-1, keepdim=True)
+    logits = keep_top_k(below / min(config.temperature, EVEN_ABOVE), int(config.top_k))
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
 
 
@@ -223,19 +227,19 @@ def draw(logits_bw: Tensor, uniform_b: Tensor) -> Tensor:
     """
     reached_bw = logits_bw.softmax(-1).cumsum(-1)
     total_b1 = reached_bw[:, -1:].contiguous()
-    index = torch.searchsorted(reached_bw, uniform_b[:, None] * total_b1, right=True)
+    found = torch.searchsorted(reached_bw, uniform_b[:, None] * total_b1, right=True)
     # A number may be 1, by rounding to a narrower dtype: then the last token with mass is meant.
     last = torch.searchsorted(reached_bw, total_b1)
-    return torch.minimum(index, last).squeeze(-1)
+    return torch.minimum(found, last).squeeze(-1)
 
 
 def pick(
     logits_bw: Tensor,
     config: SamplingConfig,
-    generators: Sequence[torch.Generator],
+    uniform_b: Sequence[float],
     check: Callable[[list[float]], None],
 ) -> list[int]:
-    """Choose a token per row: the likeliest, or a draw with one number of the row's generator.
+    """Choose a token per row: the likeliest, or a draw with the row's number.
 
     After a token has passed through a model nothing is left in the caches, and every call of torch
     costs tens of microseconds, whatever its size: the usual ways have as few as possible.
@@ -243,9 +247,9 @@ def pick(
     Args:
         logits_bw: after penalties and processors.
         config: how to choose.
-        generators: one per row, on the CPU, so that every device draws the same numbers.
-        check: is given the largest logit of each row, which choosing finds anyway, before a number
-            is drawn. NaN counts as the largest.
+        uniform_b: from 0 to less than 1.
+        check: is given the largest logit of each row, which choosing finds anyway. NaN counts as
+            the largest.
     """
     if config.is_greedy:
         best_b, ids_b = logits_bw.max(-1)
@@ -259,17 +263,19 @@ def pick(
         # What equals the last of them is kept too, wherever it is.
         if all(row[k - 1] > row[k] for row in ranked):
             return [
-                _draw_ranked(values[:k], places[:k], config, _uniform(one))
-                for values, places, one in zip(ranked, places_bk.tolist(), generators, strict=True)
+                _draw_ranked(values[:k], places[:k], config, number)
+                for values, places, number in zip(
+                    ranked, places_bk.tolist(), uniform_b, strict=True
+                )
             ]
     else:
         check(logits_bw.amax(-1).tolist())
-    uniform_b = torch.tensor([_uniform(one) for one in generators]).to(logits_bw)
-    return draw(restrict(logits_bw, config), uniform_b).tolist()
+    numbers_b = torch.tensor(uniform_b, dtype=torch.float64, device="cpu").to(logits_bw)
+    return draw(restrict(logits_bw, config), numbers_b).tolist()
 
 
 def _draw_ranked(
-    values: Sequence[float], places: Sequence[int], config: SamplingConfig, uniform: float
+    values: Sequence[float], places: Sequence[int], config: SamplingConfig, number: float
 ) -> int:
     """Draw from the few likeliest tokens, the best first, as `restrict` and `draw` would."""
     # Of equal ones the first stay.
@@ -285,22 +291,17 @@ def _draw_ranked(
         reached += weight
     kept.sort()
     sums = list(accumulate(weight for _, weight in kept))
-    return kept[bisect_right(sums, uniform * sums[-1])][0]
+    return kept[bisect_right(sums, number * sums[-1])][0]
 
 
-def _uniform(generator: torch.Generator) -> float:
-    """Return the generator's next number, from 0 to less than 1."""
-    return torch.rand(1, generator=generator).item()
-
-
-def is_integer(value: object) -> TypeGuard[int]:
+def is_integer(value: object) -> TypeGuard[SupportsIndex]:
     """Say whether this is a whole number and no truth value, which Python counts among them.
 
     Example:
-        >>> is_integer(1), is_integer(True)
-        (True, False)
+        >>> is_integer(1), is_integer(True), is_integer(1.0)
+        (True, False, False)
     """
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool | Tensor)
 
 
 def row_seed(seed: int, row: int) -> int:
@@ -316,30 +317,39 @@ def row_seed(seed: int, row: int) -> int:
     return seed if row == 0 else (seed + row * GOLDEN64) & MASK64
 
 
-def row_generators(where: str, seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
-    """Return one generator per row, from one seed for all or from a list of one seed each.
+def row_seeds(where: str, seed: int | Sequence[int], rows: int) -> list[int]:
+    """Return one seed per row, from one for all or from a list of one each.
 
     Raises:
         ConfigError: not integers, or not as many seeds as rows.
     """
     if is_integer(seed):
-        seeds = [row_seed(seed, row) for row in range(rows)]
-    else:
-        seeds = list(seed) if isinstance(seed, Sequence) else []
-        if len(seeds) != rows or not all(map(is_integer, seeds)):
-            raise ConfigError(
-                f"{where}: seed must be one integer, or one for each of the {rows} prompts; "
-                f"got {seed!r}."
-            )
-    return [torch.Generator().manual_seed(_scrambled(s)) for s in seeds]
+        return [row_seed(index(seed), row) for row in range(rows)]
+    seeds = list(seed) if isinstance(seed, Sequence) else []
+    if len(seeds) != rows or not all(map(is_integer, seeds)):
+        raise ConfigError(
+            f"{where}: seed must be one integer, or one for each of the {rows} prompts; "
+            f"got {seed!r}."
+        )
+    return [index(one) for one in seeds]
 
 
-def _scrambled(seed: int) -> int:
-    """Mix the bits of a seed (splitmix64), so that neighbouring seeds give unrelated streams.
+def uniform(seed: int, place: int) -> float:
+    """Return the number, from 0 to less than 1, that a row of this seed draws for a place.
 
-    torch's CPU generator looks at the low 32 bits only; mixing lets all 64 count.
+    A function of both and nothing else: a token that was interrupted is drawn again with the same
+    number, whatever device, dtype or generator torch has as its default.
+
+    Example:
+        >>> uniform(7, 0) == uniform(7, 0), uniform(7, 0) == uniform(7, 1)
+        (True, False)
     """
-    z = (seed + GOLDEN64) & MASK64
+    return (_scrambled(_scrambled(seed) + place) >> 11) * 2.0**-53
+
+
+def _scrambled(number: int) -> int:
+    """Mix the bits of a number (splitmix64), so that neighbours become unrelated."""
+    z = (number + 1) * GOLDEN64 & MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
-    return (z ^ (z >> 31)) >> 32
+    return z ^ (z >> 31)

@@ -1,6 +1,7 @@
 """One prompt, token by token, as an iterator that knows its state."""
 
 from collections.abc import Iterator, Sequence
+from operator import length_hint
 from typing import Unpack
 
 import torch
@@ -31,9 +32,11 @@ class Stream(Iterator[int]):
         """Read the prompt."""
         check_model(request.where, lm)
         prompts = check_prompts(request.where, [prompt_ids], lm.config.vocab_size)
-        self._limit = request.max_new_tokens
         self._batch = Batch(lm, prompts, request, logprobs=logprobs)
+        self._row = self._batch.rows[0]
         self._start = self._position
+        # Never asked when it has nothing: an iterator that has ended stays so.
+        self._to_yield = iter(self._row.ids)
 
     def __iter__(self) -> "Stream":
         return self
@@ -42,30 +45,45 @@ class Stream(Iterator[int]):
     def __next__(self) -> int:
         if self.finish_reason is not None:
             raise StopIteration
-        self._feed()
-        self._batch.draw()
-        return self._batch.rows[0].ids[-1]
+        try:
+            if not self._has_token:
+                self._feed()
+                self._batch.draw()
+            self._batch.judge()
+        except StopIteration as error:
+            raise RuntimeError("stream: a function of the caller's raised StopIteration") from error
+        return next(self._to_yield)
+
+    @property
+    def _has_token(self) -> bool:
+        """Whether a token was chosen and not yielded, because something failed after it."""
+        return length_hint(self._to_yield) > 0
+
+    @property
+    def _yielded(self) -> int:
+        return len(self._row.ids) - length_hint(self._to_yield)
 
     @property
     def ids(self) -> list[int]:
         """The tokens yielded so far."""
-        return list(self._batch.rows[0].ids)
+        return self._row.ids[: self._yielded]
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each token yielded so far, if they were asked for."""
-        return list(self._batch.rows[0].logprobs) if self._batch.with_logprobs else None
+        return self._row.logprobs[: self._yielded] if self._batch.with_logprobs else None
 
     @property
     def finish_reason(self) -> str | None:
         """Why there are no more tokens: "stop" or "length"; None while there are."""
-        return "length" if self._limit == 0 else self._batch.rows[0].finish
+        return None if self._has_token else self._batch.finish_of(self._row)
 
     @property
     def cache(self) -> ModelCache:
         """The state after the prompt and all tokens yielded so far: a copy of its own."""
         with torch.inference_mode():
-            self._feed()
+            if not self._has_token:
+                self._feed()
         return self._batch.cache.clone()
 
     @property
@@ -78,7 +96,7 @@ class Stream(Iterator[int]):
         The state itself knows whether that was done, even if a callback failed or an interrupt
         came in between.
         """
-        if self._position < self._start + len(self._batch.rows[0].ids):
+        if self._position < self._start + len(self._row.ids):
             self._batch.feed()
         else:
             self._batch.recover()

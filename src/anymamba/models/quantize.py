@@ -59,13 +59,24 @@ def _replace(lm: MambaLM, scheme: str, *, is_outline: bool) -> MambaLM:
                 f"quantize_lm: {name} of {type(parent).__name__} must be a plain layer; it is a "
                 f"{type(module).__name__}, swapped or hooked. Quantise before changing the model."
             )
+    # All are made before one is put in place: an error leaves the model as it was.
+    made = []
     for parent, name in places:
-        module = parent._modules[name]
         is_tied = parent is lm and lm.config.tie_embeddings
-        empty = is_outline or is_tied
-        parent._modules[name] = _empty(module, scheme) if empty else _full(module, scheme)
+        made.append(_made(parent, name, scheme, is_empty=is_outline or is_tied))
+    for (parent, name), module in zip(places, made, strict=True):
+        parent._modules[name] = module
     lm.tie_weights()
     return lm
+
+
+def _made(parent: nn.Module, name: str, scheme: str, *, is_empty: bool) -> nn.Module:
+    module: Any = parent._modules[name]
+    try:
+        return _empty(module, scheme) if is_empty else _full(module, scheme)
+    except ConfigError as error:
+        where = f"{name} of {type(parent).__name__}"
+        raise ConfigError(f"quantize_lm: {where} cannot be quantised: {error}") from error
 
 
 def _places(lm: MambaLM) -> Iterator[tuple[nn.Module, str]]:

@@ -142,6 +142,16 @@ def assign_(self: C, other: C) -> C:
                 f"{type(self).__name__}.assign_: {name} has shape {tuple(tensor.shape)} but the "
                 f"new value {tuple(theirs[name].shape)}."
             )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise CacheError(
+                f"{type(self).__name__}.assign_: {name} was made in inference mode and cannot be "
+                "written to outside it. Clone the cache first."
+            )
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            raise CacheError(
+                f"{type(self).__name__}.assign_: {name} is a leaf that needs a gradient, so it "
+                "cannot be written to. Detach the cache first, or use torch.no_grad()."
+            )
     # All checks come first, so that a refused call leaves nothing half written.
     for name, tensor in mine.items():
         tensor.copy_(theirs[name])

@@ -251,8 +251,8 @@ class QuantizedEmbedding(_Quantized):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the dequantised rows of the ids."""
+        # Unlike an index, this refuses negative ids, as an embedding does.
         flat = ids.flatten()
-        rows = dequantize(
-            self.values[flat], self.scales[flat], self.scheme, self.columns, self.dtype
-        )
+        values, scales = self.values.index_select(0, flat), self.scales.index_select(0, flat)
+        rows = dequantize(values, scales, self.scheme, self.columns, self.dtype)
         return rows.unflatten(0, ids.shape)

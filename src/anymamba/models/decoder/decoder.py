@@ -55,16 +55,17 @@ class _Decoder:
         if getattr(embedding, "max_norm", None) is not None:
             raise NotServed("the embedding renormalises its rows (max_norm)")
         table = weights.table(embedding)
-        head = weights.matrix(lm, "lm_head")
+        width = table.columns
+        head = weights.matrix(lm, "lm_head", None, width)
         layers = weights.part(backbone, "layers")
-        found = [layer_of(weights, layers, place) for place in range(len(layers))]
+        found = [layer_of(weights, layers, place, width) for place in range(len(layers))]
         self.weights, self.vocabulary, self.head_rows = weights, table.rows, head.rows
         self.mixers = [mixer for _, mixer in found]
         self.program = decode.program_of(
             [layer for layer, _ in found],
-            table.columns,
+            width,
             table,
-            weights.norm(backbone, "norm_f"),
+            weights.norm(backbone, "norm_f", width),
             head,
         )
         self.dtype = lm.lm_head.dtype if hasattr(lm.lm_head, "dtype") else lm.lm_head.weight.dtype

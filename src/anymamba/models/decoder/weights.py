@@ -2,9 +2,12 @@
 
 What is read in place needs no notice of new values. What the kernel reads in another form (A, the
 weight of Mamba-1's step sizes, small parameters of half types) is copied, and a copy is tied to the
-version of its parameter. Writes through `.data`, which torch does not count, pass by a copy unseen.
+version of its parameter. The fused optimisers of torch do not count their writes: after any step of
+any optimiser copies are made anew. Writes through `.data`, which nobody counts, pass by a copy
+unseen.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from itertools import repeat
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anymamba.nn import QuantizedLinear, RMSNorm, is_plain
 from anymamba.ops import decode
@@ -21,6 +25,19 @@ __all__ = ["NotServed", "Weights"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _version = operator.attrgetter("_version")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+_optimiser_steps = [0]
+
+
+@functools.cache
+def _count_optimiser_steps() -> None:
+    """Count the steps of all optimisers from now on."""
+
+    def count(*_: object) -> None:
+        _optimiser_steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class NotServed(Exception):
@@ -40,9 +57,12 @@ class Weights:
         self._attributes: list[dict[str, Any]] = []
         self._read: list[Tensor] = []
         self._pointers: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
         self._copied: list[Tensor] = []
         self._versions: list[int] = []
         self._copies: list[Tensor] = []
+        _count_optimiser_steps()
+        self._steps = _optimiser_steps[0]
         self.nbytes = 0
 
     def are_current(self) -> bool:
@@ -55,7 +75,9 @@ class Weights:
             and not any(self._hooks)
             and not any(map(dict.__contains__, self._attributes, repeat("forward")))
             and list(map(Tensor.data_ptr, self._read)) == self._pointers
+            and list(map(Tensor.stride, self._read)) == self._strides
             and list(map(_version, self._copied)) == self._versions
+            and self._steps == _optimiser_steps[0]
         )
 
     def aliases(self) -> list[Tensor]:
@@ -88,11 +110,14 @@ class Weights:
         self._watch(vars(module), name, value)
         return value
 
-    def matrix(self, parent: nn.Module, name: str) -> decode.Matrix:
-        """Return a projection in its stored format."""
+    def matrix(self, parent: nn.Module, name: str, rows: int | None, columns: int) -> decode.Matrix:
+        """Return a projection in its stored format; `rows` is None where any number will do."""
         linear = self.module(parent, name, nn.Linear, QuantizedLinear)
         matrix = self.table(linear)
-        matrix.bias = self.vector(linear, "bias")
+        given: tuple[int, int] = matrix.rows, matrix.columns
+        wanted = given[0] if rows is None else rows, columns
+        _check_shape(f"{name} of {type(parent).__name__}", given, wanted)
+        matrix.bias = self.vector(linear, "bias", wanted[:1], is_optional=True)
         return matrix
 
     def table(self, module: Any) -> decode.Matrix:
@@ -119,19 +144,25 @@ class Weights:
             columns=weight.shape[1],
         )
 
-    def norm(self, parent: nn.Module, name: str) -> decode.Norm:
+    def norm(self, parent: nn.Module, name: str, width: int) -> decode.Norm:
         """Return an RMS norm or a layer norm."""
         module = self.module(parent, name, RMSNorm, nn.LayerNorm)
         is_rms = type(module) is RMSNorm
         return decode.Norm(
-            weight=self.vector(module, "weight"),
-            bias=None if is_rms else self.vector(module, "bias"),
+            weight=self.vector(module, "weight", (width,)),
+            bias=None if is_rms else self.vector(module, "bias", (width,), is_optional=True),
             eps=self.option(module, "eps"),
             kind=decode.NormKind.RMS if is_rms else decode.NormKind.LAYER,
         )
 
     def vector(
-        self, module: nn.Module, name: str, form: Callable[[Tensor], Tensor] | None = None
+        self,
+        module: nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        form: Callable[[Tensor], Tensor] | None = None,
+        *,
+        is_optional: bool = False,
     ) -> int | None:
         """Return where a small parameter lies as float32; None where there is none.
 
@@ -140,12 +171,17 @@ class Weights:
         Args:
             module: has the parameter.
             name: of the parameter.
+            shape: that it must have: the kernel reads so many numbers, whatever is there.
             form: what the kernel reads instead of the parameter itself.
+            is_optional: whether the kernel does without.
         """
         if module._parameters.get(name) is None:
+            if not is_optional:
+                raise NotServed(f"{type(module).__name__} has no {name}")
             self._watch(module._parameters, name, None)
             return None
         parameter = self._found(module, name)
+        _check_shape(f"{name} of {type(module).__name__}", tuple(parameter.shape), shape)
         if form is None and parameter.dtype == torch.float32 and parameter.is_contiguous():
             return self._in_place(parameter, torch.float32)
         if parameter.is_inference():
@@ -156,8 +192,7 @@ class Weights:
             )
         self._copied.append(parameter)
         self._versions.append(parameter._version)
-        self._read.append(parameter)
-        self._pointers.append(parameter.data_ptr())
+        self._read_at(parameter)
         self.nbytes += parameter.nbytes
         wide = parameter.detach().float()
         copy = (wide if form is None else form(wide)).contiguous().clone()
@@ -179,14 +214,23 @@ class Weights:
             raise NotServed("matrices must lie row after row, and one does not")
         if tensor.data_ptr() not in self._pointers:
             self.nbytes += tensor.nbytes
+        self._read_at(tensor)
+        return tensor.data_ptr()
+
+    def _read_at(self, tensor: Tensor) -> None:
         self._read.append(tensor)
         self._pointers.append(tensor.data_ptr())
-        return tensor.data_ptr()
+        self._strides.append(tensor.stride())
 
     def _watch(self, home: dict[str, Any], name: str, part: Any) -> None:
         self._homes.append(home)
         self._names.append(name)
         self._parts.append(part)
+
+
+def _check_shape(what: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if given != wanted:
+        raise NotServed(f"{what} must have the shape {wanted}, and has {given}")
 
 
 def _described(module: nn.Module | None) -> str:

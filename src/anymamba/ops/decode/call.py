@@ -69,7 +69,8 @@ class DecodeCall:
                 "decode: the compiled kernels read another layout of programs. Install the "
                 "package again, or use impl='portable'."
             )
-        workspace = torch.empty(wanted, dtype=torch.uint8)
+        # Wherever torch makes tensors by default, these bytes are the kernel's.
+        workspace = torch.empty(wanted, dtype=torch.uint8, device="cpu")
         call.workspace = workspace.data_ptr()
         function(ctypes.byref(call))
 

@@ -1,0 +1,96 @@
+"""A stream that is interrupted at any line goes on as if nothing had happened."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import anymamba
+from anymamba.generate import generate_detailed, stream
+from anymamba.settings import override
+from decoder_cases import model
+
+PACKAGE = Path(anymamba.__file__).parent
+# Below these nothing is kept between two tokens.
+WHERE = tuple(str(PACKAGE / part) for part in ("generate", "models/lm.py", "models/decoder"))
+HOW = {"temperature": 1.0, "seed": 3, "max_new_tokens": 4}
+OPTIONS = {
+    "greedy": {"max_new_tokens": 4},
+    "drawn from all": {**HOW, "top_p": 0.9},
+    "drawn from few": {**HOW, "top_k": 8},
+    "penalties": {
+        "max_new_tokens": 4,
+        "repetition_penalty": 1.7,
+        "frequency_penalty": 3.0,
+        "presence_penalty": 1.0,
+    },
+    "functions": {
+        **HOW,
+        "stop": lambda ids: len(ids) == 3,
+        "processors": lambda ids, logits_w: logits_w + len(ids),
+    },
+}
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the lines of generation that run inside a `with`."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __enter__(self):
+        sys.settrace(self.enter)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def enter(self, frame, event, _):
+        return self.line if frame.f_code.co_filename.startswith(WHERE) else None
+
+    def line(self, frame, event, _):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.line
+
+
+def resumed(tokens, at):
+    """Return what a stream yields that is interrupted at this line of its second token."""
+    found = [next(tokens)]
+    interrupter = Interrupter(at)
+    try:
+        with interrupter:
+            found.append(next(tokens))
+    except KeyboardInterrupt:
+        found.append(next(tokens))
+    return [*found, *tokens], interrupter.left > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [*((name, "auto") for name in OPTIONS), ("functions", "off")]
+)
+def test_an_interrupt_at_any_line_changes_nothing(name, native):
+    """Tokens, log-probabilities, reason and state are those of the stream that nobody disturbed."""
+    lm = model("mamba2", n_layer=1)
+    with override(native=native):
+        [want], [logprobs], cache, [reason] = generate_detailed(
+            lm, [[1, 2]], logprobs=True, **OPTIONS[name]
+        )
+        at, is_through = 0, False
+        while not is_through:
+            at += 1
+            tokens = stream(lm, [1, 2], logprobs=True, **OPTIONS[name])
+            found, is_through = resumed(tokens, at)
+            assert (found, tokens.ids, tokens.logprobs) == (want, want, logprobs), at
+            assert tokens.finish_reason == reason, at
+            after, known = tokens.cache.to_tensors(), cache.to_tensors()
+            assert all((after[name] - known[name]).abs().max() < 1e-5 for name in known), at
+    assert at > 50
+
+
+def test_a_stop_iteration_of_the_callers_is_an_error():
+    """It would otherwise end the stream as if it were complete."""
+    tokens = stream(model("mamba2"), [1], max_new_tokens=4, processors=lambda *_: next(iter([])))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(tokens)
