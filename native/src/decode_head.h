@@ -79,8 +79,10 @@ struct StateRows {
         : state(from), size(columns), whole(columns / kColumns * kColumns) {}
 
     void advance(float alpha, const HeadDesk &desk, int64_t p) {
-        for (int64_t place = 0; place < whole; place += kColumns)
+        for (int64_t place = 0; place < whole; place += kColumns) {
+            for (int row = 0; row < kRows; ++row) ask_behind(state + row * size + place);
             add_keys<kRows>(state + place, size, alpha, desk, p, place);
+        }
         if (whole == size) return;
         const size_t bytes = (size_t)(size - whole) * sizeof(float);
         memset(rest, 0, sizeof(rest));

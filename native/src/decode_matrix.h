@@ -35,6 +35,11 @@ struct Ahead {
 // How far behind what is read memory is asked for; 16 KiB were no better.
 constexpr int64_t kAheadBytes = 4096;
 
+// Asks for a line of a state that is read and written later, as far behind this one.
+ANYMAMBA_INLINE void ask_behind(const float *state) {
+    __builtin_prefetch(reinterpret_cast<const char *>(state) + kAheadBytes, 1);
+}
+
 // That far in whole groups of rows, so that no line is asked for twice. A group of `bytes` is read
 // in `steps`, once for each of the `shares` of the vectors. Made once per matrix, because of its
 // divisions.
