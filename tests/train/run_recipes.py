@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from anymamba.cli import main
@@ -23,6 +24,19 @@ def plant_corpus(folder: Path) -> Path:
         (folder / f"{number}.txt").write_text(text + "\n")
     (folder / "held.txt").write_text(" ".join(WORDS * 6))
     return folder
+
+
+def plant_tokenizer(file: Path, table: dict[str, int]) -> str:
+    """Write a tokenizer of whole words, "?" for all that the table does not hold; returns its path.
+
+    The word "</s>" of the table ends a text.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    inner.save(str(file))
+    return str(file)
 
 
 def tiny_overrides(corpus: Path, out: Path, *more: str) -> list[str]:

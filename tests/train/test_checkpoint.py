@@ -111,7 +111,17 @@ def test_all_damaged_is_an_error(tmp_path):
     saved = filled(tmp_path, 10, 20)
     for step in (10, 20):
         spoil(saved.path(step) / "model.safetensors")
-    with pytest.raises(CheckpointError, match="all 2 are damaged"):
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="all 2 are damaged"):
+            saved.newest()
+    assert saved.steps() == [10, 20]
+
+
+def test_only_set_aside_ones_are_an_error_too(tmp_path):
+    """Checkpoints that were set aside still say that there was a run."""
+    saved = filled(tmp_path, 10)
+    saved.path(10).rename(tmp_path / "damaged-step-00000010-0123abcd")
+    with pytest.raises(CheckpointError, match="all 1 are damaged"):
         saved.newest()
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from run_recipes import losses, plant_corpus, tiny_recipe
+from run_recipes import WORDS, losses, plant_corpus, plant_tokenizer, tiny_recipe
 
 from anymamba.errors import CheckpointError, ConfigError, NonFiniteError
 from anymamba.io import load_pretrained
@@ -46,6 +46,16 @@ def small_lm(**options) -> MambaLM:
 def carried(ids_bs: torch.Tensor, targets_bs: torch.Tensor, carry: list[bool]) -> Batch:
     """Return a batch whose rows carry their state, or not."""
     return Batch(ids_bs, targets_bs, None, torch.tensor(carry), None, 1.0)
+
+
+def test_the_tokenizer_that_was_used_is_kept(corpus, tmp_path):
+    """A file of another name becomes the model's tokenizer, whatever lies beside it."""
+    used = {word: number for number, word in enumerate(["</s>", "?", *WORDS])}
+    file = plant_tokenizer(tmp_path / "toks" / "small.json", used)
+    plant_tokenizer(tmp_path / "toks" / "tokenizer.json", {"</s>": 0, "?": 1})
+    Trainer(tiny_recipe(corpus, tmp_path / "run", f"data.tokenizer={file}")).run()
+    kept = tmp_path / "run" / "model" / "tokenizer.json"
+    assert kept.read_bytes() == (tmp_path / "toks" / "small.json").read_bytes()
 
 
 @pytest.mark.parametrize("mode", ["packed", "carried"])

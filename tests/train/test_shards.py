@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from numbers_as_tokens import END, START, NumberTokenizer, number_store, token
+from run_recipes import plant_tokenizer
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io import ByteTokenizer
@@ -296,16 +297,12 @@ def test_left_out_files_are_told(recipe, tmp_path):
 
 def test_a_tokenizer_file_is_known_by_its_content(recipe, tmp_path):
     """Tokens are made again when the tokenizer's file changes, and its end mark is used."""
-    tokenizers = pytest.importorskip("tokenizers")
-    file = tmp_path / "tokenizer.json"
 
     def words(*more: str) -> DataRecipe:
         vocabulary = ["</s>", "?", "text", "of", *more]
         table = {word: number for number, word in enumerate(vocabulary)}
-        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="?"))
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        inner.save(str(file))
-        return DataRecipe(train=recipe.train, tokenizer=str(file), valid_share=0.3)
+        file = plant_tokenizer(tmp_path / "tokenizer.json", table)
+        return DataRecipe(train=recipe.train, tokenizer=file, valid_share=0.3)
 
     first = prepare_data(words("seven"), tmp_path / "cache")
     assert first.train.tokens(0).tolist() == [2, 3, 1] * 5

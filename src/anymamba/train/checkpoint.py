@@ -36,6 +36,7 @@ MANIFEST = "manifest.json"
 FORMAT = "anymamba-training"
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
+_DAMAGED = "damaged"
 
 log = logging.getLogger("anymamba.train")
 
@@ -154,27 +155,23 @@ class CheckpointFolder:
     def newest_step(self) -> int | None:
         """Return the step of the newest whole checkpoint, or None when there is none at all.
 
-        A damaged one is set aside under another name, with a warning in the log, and the one
-        before it is taken.
+        Damaged ones after it are set aside under other names, with a warning in the log. Where
+        none is whole nothing is renamed, so that asking again gives the same answer.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        steps = self.steps()
-        for step in reversed(steps):
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
             why = self.damage(step)
             if why is None:
+                self._leave_behind(damaged)
                 return step
-            aside = self._set_aside(step)
-            log.warning(
-                "the checkpoint of step %d is damaged (%s); it is now called %s, and the one "
-                "before it is used",
-                *(step, why, aside.name),
-            )
-        if steps:
+            damaged[step] = why
+        if many := len(damaged) + len(self._set_aside_before()):
             raise CheckpointError(
-                f"{WHERE}: one checkpoint in {str(self.folder)!r} must be whole; all "
-                f"{len(steps)} are damaged. Restore one from a copy, or train anew."
+                f"{WHERE}: one checkpoint in {str(self.folder)!r} must be whole; all {many} are "
+                "damaged. Restore one from a copy, or train anew with another loop.out."
             )
         return None
 
@@ -219,8 +216,20 @@ class CheckpointFolder:
             for path in self.folder.glob(".step-*.part"):
                 shutil.rmtree(path)
 
+    def _leave_behind(self, damaged: Mapping[int, str]) -> None:
+        for step, why in damaged.items():
+            aside = self._set_aside(step)
+            log.warning(
+                "the checkpoint of step %d is damaged (%s); it is now called %s, and the one "
+                "before it is used",
+                *(step, why, aside.name),
+            )
+
+    def _set_aside_before(self) -> list[Path]:
+        return list(self.folder.glob(f"{_DAMAGED}-step-*"))
+
     def _set_aside(self, step: int) -> Path:
-        aside = self.folder / f"damaged-{self.path(step).name}-{secrets.token_hex(4)}"
+        aside = self.folder / f"{_DAMAGED}-{self.path(step).name}-{secrets.token_hex(4)}"
         os.rename(self.path(step), aside)
         return aside
 

@@ -15,6 +15,8 @@ __all__ = ["TrainingData", "prepare_data"]
 # Shown to a tokenizer that is known by a name on the hub only; its answer becomes its identity.
 PROBE = "The quick brown fox; naïve café, 12345.6789\n\tdef f(x): return x**2  # 漢字 🙂"
 SHOWN = 3
+# The name of the tokenizer without a file, even where a file of that name lies about.
+BYTES = "bytes"
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,15 @@ def _nothing_held_out(recipe: DataRecipe, corpus: Corpus) -> str:
     )
 
 
-def _identity_of(name: str, tokenizer: Tokenizer) -> str:
-    """Return what tells a tokenizer from others: its file's content, or its name and behaviour."""
+def tokenizer_file(name: str) -> Path | None:
+    """Return the file on this machine that a tokenizer is read from; None for bytes and the hub."""
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file():
+    return file if name != BYTES and file.is_file() else None
+
+
+def _identity_of(name: str, tokenizer: Tokenizer) -> str:
+    """Return what tells a tokenizer from others: its file's content, or its name and behaviour."""
+    if (file := tokenizer_file(name)) is not None:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     return f"{name} {tokenizer.encode(PROBE, add_special_tokens=False)}"

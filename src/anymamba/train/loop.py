@@ -18,7 +18,7 @@ from anymamba.io import save_pretrained
 from anymamba.models import MambaLM, count_model
 from anymamba.nn import gather_tensors
 from anymamba.train.batches import training_batches, validation_batches
-from anymamba.train.data import prepare_data
+from anymamba.train.data import prepare_data, tokenizer_file
 from anymamba.train.evaluate import Evaluation, evaluate, sample
 from anymamba.train.guard import Guard
 from anymamba.train.learner import Learner, check_mode
@@ -336,8 +336,10 @@ class Trainer:
 
 def keep_tokenizer(name: str, folder: Path) -> None:
     """Copy the files of a tokenizer on this machine beside the model; bytes need none."""
-    path = Path(name)
-    source = path if path.is_dir() else path.parent
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        if path.exists() and (source / file).is_file():
-            shutil.copyfile(source / file, folder / file)
+    if (file := tokenizer_file(name)) is None:
+        return
+    # Whatever its own name is: this is the one that a model's folder is searched for.
+    shutil.copyfile(file, folder / "tokenizer.json")
+    config = file.parent / "tokenizer_config.json"
+    if config.is_file():
+        shutil.copyfile(config, folder / config.name)
