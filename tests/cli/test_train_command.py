@@ -95,7 +95,27 @@ def test_mistakes_have_a_reason(run, sets, tmp_path):
     assert "unknown field 'optim.rate'" in result.err
     result = run("compare", tmp_path)
     assert result.code == 2
-    assert "must hold a run" in result.err
+    assert "there is no run in" in result.err
+    result = run("train", "--resume", "--set", f"loop.out={tmp_path / 'typo-run'}")
+    assert result.code == 2
+    assert "there is no run in" in result.err
+    assert not (tmp_path / "typo-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("loop.device=bogus", "device must be one that this torch can use; got 'bogus'"),
+        ("model.ssm_cfg.headdim=7", "headdim"),
+        ("model.ssm_cfg.d_state=abc", "must describe a model"),
+    ],
+)
+def test_a_start_that_fails_leaves_the_folder_free(run, sets, tmp_path, wrong, reason):
+    """What cannot be built is refused with a reason, and the corrected command is not."""
+    result = run(*train(sets, tmp_path / "run", wrong))
+    assert result.code == 2
+    assert reason in result.err
+    assert not (tmp_path / "run" / "recipe.toml").exists()
 
 
 def test_the_demo_trains_verifies_writes_and_compares(run, sets, tmp_path, monkeypatch):

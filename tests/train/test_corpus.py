@@ -93,6 +93,45 @@ def test_a_single_file_is_cut_behind_a_line(tmp_path):
         names(corpus, "train")
 
 
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [("title\n" + "x" * 1000, r"99\.4%"), ("x" * 1000 + "\nend\n", r"0\.4%")],
+)
+def test_rejects_a_text_whose_lines_end_far_from_the_share(text, held, tmp_path):
+    """One very long line must not decide silently how much is held out."""
+    folder = plant(tmp_path, {"only.txt": text})
+    corpus = Corpus(DataRecipe(train=(folder,), valid_share=0.1))
+    with pytest.raises(ConfigError, match=f"must end near the last 10.0% of it.* out {held}"):
+        names(corpus, "train")
+
+
+def test_the_nearest_line_is_taken_on_either_side(tmp_path):
+    """A line that ends shortly after the wanted place is nearer than one long before."""
+    folder = plant(tmp_path, {"only.txt": "a\n" + "b" * 80 + "\n" + "c" * 17})
+    corpus = Corpus(DataRecipe(train=(folder,), valid_share=0.2))
+    assert [d.text for d in corpus.documents("valid")] == [b"c" * 17]
+
+
+def test_a_single_usable_text_is_cut(tmp_path):
+    """Files that are no text, or empty, do not count as a second one."""
+    text = "".join(f"line {number}\n" for number in range(100))
+    folder = plant(tmp_path, {"only.txt": text, "b.bin": b"a\0b", "empty.txt": ""})
+    corpus = Corpus(DataRecipe(train=(folder,), valid_share=0.25))
+    assert names(corpus, "train") == ["only.txt:head"]
+    assert names(corpus, "valid") == ["only.txt:tail"]
+
+
+def test_what_a_run_has_written_is_no_text(tmp_path):
+    """The folders of the run itself, of other runs and of tokens are left out."""
+    run: dict[str, str | bytes] = {"runs/a/recipe.toml": "", "runs/a/metrics.jsonl": "{}"}
+    store: dict[str, str | bytes] = {"t/index.json": "{}", "t/documents.bin": "x"}
+    folder = plant(tmp_path, {**run, **store, "runs/a/report.md": "r", "own/x": "y", "a.txt": "t"})
+    recipe = DataRecipe(train=(folder,), valid_share=0.0)
+    assert names(Corpus(recipe, without=[tmp_path / "own"]), "train") == ["a.txt"]
+    with pytest.raises(ConfigError, match="the run would keep its own files in the same folder"):
+        Corpus(recipe, without=[tmp_path])
+
+
 def test_lines_of_json_are_documents(tmp_path):
     """Each line is a document with a name of its own; empty lines and other files are passed."""
     rows = [json.dumps({"body": f"text {number}"}) for number in range(40)]

@@ -9,7 +9,7 @@ import pytest
 from run_recipes import finish, losses, plant_corpus, start, tiny_recipe, words
 
 from anymamba.errors import CheckpointError, ConfigError
-from anymamba.train import RunFolder, Trainer
+from anymamba.train import RunFolder, Trainer, compare_run
 
 CASES = [(mode, name) for mode in ("packed", "carried") for name in ("adamw", "muon")]
 
@@ -122,10 +122,36 @@ def test_a_run_without_checkpoint_starts_again(tmp_path):
     recipe = tiny_recipe(corpus, tmp_path / "run")
     killed = RunFolder(tmp_path / "run")
     killed.claim(recipe, resume=False)
+    killed.keep_recipe(recipe)
     killed.release()
     Trainer(recipe, resume=True).run()
     Trainer(tiny_recipe(corpus, tmp_path / "other")).run()
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_a_run_among_its_texts_is_no_text(tmp_path):
+    """Run and tokens may lie in the folder of the texts: the run can be resumed and compared."""
+    corpus = plant_corpus(tmp_path / "corpus")
+    inside = [f"data.train={corpus}", "data.valid=[]", "data.valid_share=0.4"]
+    inside.append(f"data.cache_dir={corpus / 'cache'}")
+    recipe = tiny_recipe(corpus, corpus / "run", *inside, "loop.steps=2")
+    assert Trainer(recipe).run().finished
+    assert Trainer(recipe, resume=True).run().finished
+    assert compare_run(RunFolder(corpus / "run"), order=2).held_out_files < 7
+
+
+def test_a_run_that_went_on_is_not_compared(tmp_path):
+    """Model and count of bytes must be of one moment, so an interrupted run has no comparison."""
+    corpus = plant_corpus(tmp_path / "corpus")
+    more = ["schedule.kind=constant", "loop.checkpoint_every=1"]
+    Trainer(tiny_recipe(corpus, tmp_path / "run", *more, "loop.steps=2")).run()
+    longer = tiny_recipe(corpus, tmp_path / "run", *more, "loop.steps=6")
+    trainer = Trainer(
+        longer, resume=True, watch=lambda e: trainer.request_stop() if e["step"] == 3 else None
+    )
+    assert not trainer.run().finished
+    with pytest.raises(ConfigError, match="must hold a finished run"):
+        compare_run(RunFolder(tmp_path / "run"), order=2)
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path):

@@ -55,8 +55,10 @@ class Train:
 
         file = None if self.recipe is None else Path(self.recipe)
         if self.resume and file is None:
-            saved = RunFolder(load_recipe(None, self.set).loop.out).recipe
-            file = saved if saved.is_file() else None
+            run = RunFolder(load_recipe(None, self.set).loop.out)
+            # A mistyped folder must not become a new run with all defaults.
+            run.saved_recipe()
+            file = run.recipe
         return load_recipe(file, self.set)
 
 

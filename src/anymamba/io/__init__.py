@@ -3,6 +3,7 @@
 from anymamba.io.checkpoint import CheckpointService, load_pretrained, save_pretrained
 from anymamba.io.config_file import read_config
 from anymamba.io.convert import convert_checkpoint
+from anymamba.io.device import named_device, usable_device
 from anymamba.io.disk import read_json, replacing, write_json
 from anymamba.io.model_files import ModelFolders, load_model, save_model
 from anymamba.io.state_file import load_state, save_state
@@ -28,6 +29,7 @@ __all__ = [
     "load_pretrained",
     "load_state",
     "load_tokenizer",
+    "named_device",
     "read_config",
     "read_json",
     "read_safetensors",
@@ -35,6 +37,7 @@ __all__ = [
     "save_model",
     "save_pretrained",
     "save_state",
+    "usable_device",
     "write_json",
     "write_safetensors",
 ]

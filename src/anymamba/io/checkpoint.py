@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.config_file import choose_activation, describe, write_config
+from anymamba.io.device import usable_device
 from anymamba.io.hub import locate
 from anymamba.io.layouts import (
     check_layout,
@@ -66,7 +67,7 @@ def load_pretrained(
 
     Raises:
         CheckpointError: no such checkpoint, a damaged one, or weights that do not fit the config.
-        ConfigError: options that contradict the checkpoint.
+        ConfigError: options that contradict the checkpoint, or a device that cannot be used.
 
     Example:
         >>> import tempfile
@@ -80,6 +81,7 @@ def load_pretrained(
     where = "load_pretrained"
     check_dtype(where, dtype)
     check_scheme(where, quantize)
+    place = usable_device(where, device)
     directory = locate(
         where,
         name_or_dir,
@@ -92,7 +94,7 @@ def load_pretrained(
     model = skeleton(where, directory, config, len(stored), dtype)
     model = quantized_outline(where, model, scheme, quantize)
     check_match(where, directory, config, expected_tensors(model, scheme), stored)
-    _fill(model, stored, torch.get_default_device() if device is None else torch.device(device))
+    _fill(model, stored, place)
     return model
 
 

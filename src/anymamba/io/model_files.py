@@ -14,6 +14,7 @@ import torch
 
 from anymamba.errors import AnyMambaError, CheckpointError
 from anymamba.io.checkpoint import check_dtype, load_pretrained
+from anymamba.io.device import usable_device
 from anymamba.io.disk import read_json, write_json
 from anymamba.io.hub import locate
 from anymamba.io.match import check_names, filled, outline
@@ -155,6 +156,7 @@ def _load(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> StoredModel:
+    place = usable_device(where, device)
     file = str(directory / "config.json")
     kind = STORED_MODELS.get(entries[_KIND]) if isinstance(entries[_KIND], str) else None
     if kind is None:
@@ -174,7 +176,6 @@ def _load(
     check_names(
         where, directory, f"{kind.__name__} with this config", model.state_dict(), stored, {}
     )
-    place = torch.get_default_device() if device is None else torch.device(device)
     model.load_state_dict(filled(model, stored, place), assign=True)
     return model
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from anymamba.errors import ConfigError
 from anymamba.io import ByteTokenizer, load_pretrained
 from anymamba.train.batches import training_batches, validation_batches
-from anymamba.train.data import TrainingData, prepare_data
+from anymamba.train.data import TrainingData
 from anymamba.train.evaluate import evaluate
+from anymamba.train.metrics import read_metrics
 from anymamba.train.ngram import WittenBell
 from anymamba.train.recipe_sections import Recipe
 from anymamba.train.run_folder import RunFolder
@@ -45,17 +46,18 @@ def compare_run(folder: RunFolder, *, order: int = 5) -> Comparison:
         order: of the n-gram model: bytes of context, and the one predicted.
 
     Raises:
-        ConfigError: there is no run, it is not one of bytes, or it holds nothing out.
-        CheckpointError: the run has no whole checkpoint, no model, or its sources have changed.
+        ConfigError: there is no run, it is not finished or not one of bytes, or it holds nothing
+            out.
+        CheckpointError: the run has no whole checkpoint, or its sources have changed.
     """
     recipe = folder.saved_recipe()
     found = folder.checkpoints(recipe.loop.keep).newest()
-    if found is None or not folder.model.is_dir():
+    if found is None or not _is_finished(folder, found.step):
         raise ConfigError(
             f"{WHERE}: {str(folder.folder)!r} must hold a finished run; it is not finished. "
             "Go on with: anymamba train --resume"
         )
-    data = prepare_data(recipe.data, recipe.data.cache_dir or folder.tokens)
+    data = folder.prepare_data(recipe.data)
     try:
         _check(data)
         batches = training_batches(data.train, recipe.data)
@@ -65,6 +67,13 @@ def compare_run(folder: RunFolder, *, order: int = 5) -> Comparison:
         return _compared(folder, recipe, data, ngram, spans)
     finally:
         data.close()
+
+
+def _is_finished(folder: RunFolder, step: int) -> bool:
+    """Whether model and checkpoint are of one moment: the end of the run, and nothing after it."""
+    last = (read_metrics(folder.metrics) or [{}])[-1]
+    ended = last.get("kind") == "end" and last["finished"] and last["step"] == step
+    return ended and folder.model.is_dir()
 
 
 def _compared(

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,11 @@ Wanted = Callable[[str], bool]
 WHERE = "corpus"
 # Of the standard library: what is installed beside it, and its tests, which few machines have.
 NOT_STANDARD = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+# Files that together only a run, or a store of tokens, has.
+OURS = (("recipe.toml", "metrics.jsonl"), ("index.json", "documents.bin"))
+# How much more of a single text may be held out than a small share asks for: lines have lengths.
+SLACK = 0.1
 
 
 class Document(NamedTuple):
@@ -54,23 +60,26 @@ class Corpus:
     """The documents of a recipe, on two sides: to train with, and held out.
 
     A file or JSON line is held out when the place of its name lies below `valid_share`. A corpus
-    that is a single text file has no second file to hold out; its last lines are.
+    with a single text has no second one to hold out; its last lines are.
 
     Args:
         recipe: paths, kind, and how much to hold out.
+        without: folders in which a run keeps its own files. They are left out of the text, and
+            so are all other folders that hold a run or tokens.
 
     Raises:
-        ConfigError: a path does not exist or holds no file, one file is on both sides, or the
-            `datasets` library is needed and absent.
+        ConfigError: a path does not exist or holds no file, or is such a folder itself; one file
+            is on both sides, or the `datasets` library is needed and absent.
     """
 
-    def __init__(self, recipe: DataRecipe) -> None:
+    def __init__(self, recipe: DataRecipe, without: Iterable[str | Path] = ()) -> None:
         """Find the files; nothing is read yet."""
         self._recipe = recipe
+        self._without = frozenset(Path(folder).resolve() for folder in without)
         self.skipped: dict[str, str] = {}
         self._rows = None if recipe.dataset is None else _load_dataset(recipe.dataset)
         self._train = self._training_files()
-        self._valid = _find(recipe.valid, recipe.kind)
+        self._valid = _find(recipe.valid, recipe.kind, self._without)
         held = {source.file.resolve() for source in self._valid}
         if both := [source for source in self._train if source.file.resolve() in held]:
             raise ConfigError(
@@ -91,7 +100,7 @@ class Corpus:
         """
         if split == "valid" and self._valid:
             chosen = self._read(self._valid, lambda name: True)
-        elif self._recipe.kind == "text" and len(self._train) == 1 and self._share > 0:
+        elif self._share > 0 and self._is_single_text():
             parts = (
                 _cut(document, self._share) for document in self._everything() if document.text
             )
@@ -110,7 +119,15 @@ class Corpus:
     def _training_files(self) -> list[SourceFile]:
         if self._rows is not None:
             return []
-        return _find(self._recipe.train, self._recipe.kind) or _standard_library()
+        found = _find(self._recipe.train, self._recipe.kind, self._without)
+        return found or _standard_library()
+
+    def _is_single_text(self) -> bool:
+        """Whether one text can be used, whatever else lies beside it."""
+        if self._rows is not None or self._recipe.kind != "text":
+            return False
+        texts = (document for document in self._everything() if document.text)
+        return len(list(islice(texts, 2))) == 1
 
     @property
     def _share(self) -> float:
@@ -147,17 +164,22 @@ class Corpus:
                 yield Document(source.name, content)
 
 
-def _find(paths: tuple[str, ...], kind: str) -> list[SourceFile]:
+def _find(paths: tuple[str, ...], kind: str, without: frozenset[Path]) -> list[SourceFile]:
     """List the files behind paths: in the order given, inside folders by name, each once."""
     found: dict[Path, SourceFile] = {}
     for path in map(Path, paths):
         if path.is_file():
             sources = [SourceFile(path.name, path, True)]
+        elif path.resolve() in without:
+            raise ConfigError(
+                f"{WHERE}: {str(path)!r} must hold text; the run would keep its own files in the "
+                "same folder. Set loop.out or data.cache_dir to another place."
+            )
         elif path.is_dir():
             pattern = ".jsonl" if kind == "jsonl" else ""
             sources = [
                 SourceFile(name, path / name, False)
-                for name in _names_below(path)
+                for name in _names_below(path, lambda place: not _is_ours(place, without))
                 if name.endswith(pattern)
             ]
         else:
@@ -173,11 +195,23 @@ def _find(paths: tuple[str, ...], kind: str) -> list[SourceFile]:
     return list(found.values())
 
 
-def _names_below(folder: Path, without: frozenset[str] = frozenset()) -> list[str]:
-    """List the files below a folder by name; hidden ones and linked folders are left out."""
+def _is_ours(folder: Path, without: frozenset[Path]) -> bool:
+    """Whether a folder holds what a run has written, and no text of a person."""
+    return folder.resolve() in without or any(
+        all((folder / name).is_file() for name in names) for names in OURS
+    )
+
+
+def _names_below(folder: Path, enter: Callable[[Path], bool]) -> list[str]:
+    """List the files below a folder by name; hidden ones and linked folders are left out.
+
+    Args:
+        folder: where to begin.
+        enter: whether to look into a folder below it.
+    """
     names: list[str] = []
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "." and name not in without]
+        folders[:] = [name for name in folders if name[0] != "." and enter(Path(place) / name)]
         below = Path(place).relative_to(folder)
         names += [
             (below / name).as_posix()
@@ -192,7 +226,7 @@ def _standard_library() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         SourceFile(name, root / name, False)
-        for name in _names_below(root, without=NOT_STANDARD)
+        for name in _names_below(root, lambda place: place.name not in NOT_STANDARD)
         if name.endswith(".py")
     ]
     if not found:
@@ -242,14 +276,21 @@ def _text_of(where: str, entry: Any, key: str) -> bytes:
 
 def _cut(document: Document, share: float) -> tuple[Document, Document]:
     """Cut a document in two behind a line's end, the second part about `share` of it."""
-    middle = int(len(document.text) * (1 - share))
-    end = document.text.rfind(b"\n", 0, middle) + 1
-    if end == 0:
+    text, where = document.text, f"{WHERE}: to hold out the end of {document.name!r}, the only text"
+    advice = "Break its lines, give data.valid, or set data.valid_share=0."
+    middle = int(len(text) * (1 - share))
+    ends = (text.rfind(b"\n", 0, middle) + 1, text.find(b"\n", middle) + 1)
+    inside = [end for end in ends if 0 < end < len(text)]
+    if not inside:
+        raise ConfigError(f"{where}, it must have several lines; it has not. {advice}")
+    end = min(inside, key=lambda end: abs(end - middle))
+    held = 1 - end / len(text)
+    if held < share / 4 or held > share + max(share, SLACK):
         raise ConfigError(
-            f"{WHERE}: to hold out the end of {document.name!r}, the only file, it must have "
-            "several lines; it has not. Give data.valid, or set data.valid_share=0."
+            f"{where}, a line must end near the last {share:.1%} of it; the nearest one holds "
+            f"out {held:.1%}. {advice}"
         )
-    head, tail = document.text[:end], document.text[end:]
+    head, tail = text[:end], text[end:]
     return Document(f"{document.name}:head", head), Document(f"{document.name}:tail", tail)
 
 

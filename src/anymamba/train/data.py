@@ -53,7 +53,9 @@ class TrainingData:
             self.valid.close()
 
 
-def prepare_data(recipe: DataRecipe, cache_dir: str | Path) -> TrainingData:
+def prepare_data(
+    recipe: DataRecipe, cache_dir: str | Path, run_folder: str | Path | None = None
+) -> TrainingData:
     """Open the tokens that a recipe asks for; make them if the cache has none from these sources.
 
     Sources are known by their content: a file that was only touched changes nothing, a changed
@@ -62,6 +64,7 @@ def prepare_data(recipe: DataRecipe, cache_dir: str | Path) -> TrainingData:
     Args:
         recipe: which text, which tokenizer.
         cache_dir: where token files are kept, one folder per content.
+        run_folder: where the run keeps its files; like `cache_dir` it is never part of the text.
 
     Raises:
         ConfigError: the corpus is missing, unreadable or too small to hold out text from.
@@ -69,7 +72,8 @@ def prepare_data(recipe: DataRecipe, cache_dir: str | Path) -> TrainingData:
     """
     tokenizer = load_tokenizer(recipe.tokenizer)
     identity = _identity_of(recipe.tokenizer, tokenizer)
-    corpus, notes = Corpus(recipe), []
+    own_folders = [cache_dir, *([] if run_folder is None else [run_folder])]
+    corpus, notes = Corpus(recipe, without=own_folders), []
     train = _store(corpus, "train", tokenizer, identity, Path(cache_dir), notes)
     if train is None:
         raise ConfigError(

@@ -64,8 +64,8 @@ class Guard:
         if self.skipped_in_a_row > self.max_skips:
             raise NonFiniteError(
                 f"Guard: a step must be good after {self.max_skips} skipped ones; {why}. "
-                "Lower optim.lr, lengthen schedule.warmup or tighten optim.clip, then resume from "
-                "the last checkpoint."
+                "Lower optim.lr, lengthen schedule.warmup or tighten optim.clip, and begin a new "
+                "run with another loop.out."
             )
         return why
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError
+from anymamba.errors import AnyMambaError, ConfigError
 from anymamba.models import MambaLM, recompute_layers
 from anymamba.nn import ModelCache
 from anymamba.train.batches import Batch
-from anymamba.train.recipe_sections import LoopRecipe
+from anymamba.train.recipe_sections import LoopRecipe, ModelRecipe
 
 __all__ = ["Learner"]
 
@@ -86,6 +86,30 @@ class Learner:
     def _autocast(self) -> AbstractContextManager[Any]:
         device = self.lm.backbone.embedding.weight.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self._recipe.autocast == "bfloat16")
+
+
+def build_model(recipe: ModelRecipe, vocab_size: int, device: torch.device | str) -> MambaLM:
+    """Return the model that a recipe describes.
+
+    Args:
+        recipe: sizes and options.
+        vocab_size: number of token ids.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: the recipe describes no model.
+    """
+    config = recipe.config(vocab_size)
+    try:
+        return MambaLM(config, device=device)
+    except AnyMambaError:
+        raise
+    # Values of a wrong type fail anywhere in the constructors.
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model: sizes and options must describe a model; {error}. "
+            "Correct model.ssm_cfg and model.attn_cfg."
+        ) from error
 
 
 def check_mode(mode: str, lm: MambaLM) -> None:

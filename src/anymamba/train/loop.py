@@ -18,10 +18,10 @@ from anymamba.io import save_pretrained
 from anymamba.models import MambaLM, count_model
 from anymamba.nn import gather_tensors
 from anymamba.train.batches import training_batches, validation_batches
-from anymamba.train.data import prepare_data, tokenizer_file
+from anymamba.train.data import tokenizer_file
 from anymamba.train.evaluate import Evaluation, evaluate, sample
 from anymamba.train.guard import Guard
-from anymamba.train.learner import Learner, check_mode
+from anymamba.train.learner import Learner, build_model, check_mode
 from anymamba.train.metrics import MetricsFile
 from anymamba.train.optim import build_optimizer
 from anymamba.train.rank_learner import RankLearner
@@ -88,6 +88,8 @@ class Trainer:
         try:
             self._ranks.ask_first(lambda: self.folder.claim(self.recipe, resume=self.resume))
             self._build()
+            # Not before: a start that fails must leave the folder free for the corrected command.
+            self._ranks.ask_first(lambda: self.folder.keep_recipe(self.recipe))
             self._restore()
             while not self._is_over() and not self._is_stopping:
                 self._step()
@@ -104,12 +106,10 @@ class Trainer:
         loop = self.recipe.loop
         if loop.threads is not None:
             torch.set_num_threads(loop.threads)
-        cache_dir = self.recipe.data.cache_dir or self.folder.tokens
-        self._data = self._ranks.after_first(lambda: prepare_data(self.recipe.data, cache_dir))
-        torch.manual_seed(loop.seed)
-        config = self.recipe.model.config(self._data.vocab_size)
         self._device = self._ranks.device(loop.device)
-        self.lm = MambaLM(config, device=self._device)
+        self._data = self._ranks.after_first(lambda: self.folder.prepare_data(self.recipe.data))
+        torch.manual_seed(loop.seed)
+        self.lm = build_model(self.recipe.model, self._data.vocab_size, self._device)
         check_mode(self.recipe.data.mode, self.lm)
         flops = 3 * count_model(self.lm, length=self.recipe.data.window).flops
         mesh = self._ranks.mesh

@@ -6,11 +6,9 @@ import time
 import torch
 
 from anymamba.errors import ConfigError
-from anymamba.io import load_tokenizer
-from anymamba.models import MambaLM
+from anymamba.io import load_tokenizer, usable_device
 from anymamba.train.batches import training_batches
-from anymamba.train.data import prepare_data
-from anymamba.train.learner import Learner, check_mode
+from anymamba.train.learner import Learner, build_model, check_mode
 from anymamba.train.optim import build_optimizer
 from anymamba.train.recipe_sections import Recipe
 from anymamba.train.run_folder import RunFolder
@@ -25,7 +23,7 @@ _TIMED = 7
 def describe_recipe(recipe: Recipe) -> str:
     """Return which optimiser owns which parameter, without reading data or allocating weights."""
     vocab_size = load_tokenizer(recipe.data.tokenizer).vocab_size
-    lm = MambaLM(recipe.model.config(vocab_size), device="meta")
+    lm = build_model(recipe.model, vocab_size, "meta")
     check_mode(recipe.data.mode, lm)
     return build_optimizer(lm, recipe.optim).describe()
 
@@ -47,10 +45,10 @@ def steps_within(recipe: Recipe, seconds: float) -> int:
         raise ConfigError(f"steps_within: seconds must be positive; got {seconds}.")
     if recipe.loop.threads is not None:
         torch.set_num_threads(recipe.loop.threads)
-    cache_dir = recipe.data.cache_dir or RunFolder(recipe.loop.out).tokens
-    data = prepare_data(recipe.data, cache_dir)
+    device = usable_device("steps_within", recipe.loop.device)
+    data = RunFolder(recipe.loop.out).prepare_data(recipe.data)
     try:
-        lm = MambaLM(recipe.model.config(data.vocab_size), device=recipe.loop.device)
+        lm = build_model(recipe.model, data.vocab_size, device)
         check_mode(recipe.data.mode, lm)
         learner, optimizer = Learner(lm, recipe.loop), build_optimizer(lm, recipe.optim)
         batches = training_batches(data.train, recipe.data)
@@ -58,7 +56,7 @@ def steps_within(recipe: Recipe, seconds: float) -> int:
         for _ in range(_WARM_UP + _TIMED):
             start = time.perf_counter()
             for _ in range(recipe.loop.accumulate):
-                loss = learner.loss(next(batches).to(recipe.loop.device))
+                loss = learner.loss(next(batches).to(device))
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()

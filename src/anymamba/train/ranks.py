@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from anymamba.errors import AnyMambaError, BackendError, ConfigError
+from anymamba.io import named_device, usable_device
 from anymamba.nn import data_mesh, line_mesh
 from anymamba.train.joining import join_group
 from anymamba.train.recipe_sections import ParallelRecipe
@@ -51,11 +52,16 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """Return this process's own device of a kind: "cuda" is another card for each."""
-        device = torch.device(name)
-        if self.mesh is None or device.type == "cpu" or device.index is not None:
-            return device
-        return torch.device(device.type, dist.get_node_local_rank(0))  # pyright: ignore[reportPrivateImportUsage]
+        """Return this process's own device of a kind: "cuda" is another card for each.
+
+        Raises:
+            ConfigError: there is no such device here.
+        """
+        device = named_device(WHERE, name)
+        if self.mesh is not None and device.type != "cpu" and device.index is None:
+            place = dist.get_node_local_rank(0)  # pyright: ignore[reportPrivateImportUsage]
+            device = torch.device(device.type, place)
+        return usable_device(WHERE, device)
 
     def ask_first(self, ask: Callable[[], T]) -> T:
         """Return what the first process finds, on every process; its errors are everybody's.
@@ -129,7 +135,7 @@ def open_ranks(recipe: ParallelRecipe, device: str) -> Ranks:
         device: kind of device, which decides how they talk.
 
     Raises:
-        ConfigError: the number of ranks does not fit the recipe.
+        ConfigError: the number of ranks does not fit the recipe, or there is no such device.
     """
     if not dist.is_available() or not dist.is_torchelastic_launched():
         if recipe.cp * recipe.tp > 1 or recipe.shard:
@@ -138,7 +144,7 @@ def open_ranks(recipe: ParallelRecipe, device: str) -> Ranks:
                 "Start it as: torchrun --nproc-per-node N -m anymamba train ..."
             )
         return Ranks()
-    kind = torch.device(device).type
+    kind = named_device(WHERE, device).type
     if not dist.is_initialized():
         join_group("nccl" if kind == "cuda" else "gloo", JOINING)
     size, inner = dist.get_world_size(), recipe.cp * recipe.tp

@@ -17,8 +17,9 @@ from filelock import FileLock, Timeout
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io import replacing
 from anymamba.train.checkpoint import CheckpointFolder
+from anymamba.train.data import TrainingData, prepare_data
 from anymamba.train.recipe import load_recipe, recipe_difference, recipe_to_toml
-from anymamba.train.recipe_sections import Recipe
+from anymamba.train.recipe_sections import DataRecipe, Recipe
 
 __all__ = ["RunFolder"]
 
@@ -44,12 +45,18 @@ class RunFolder:
         # Held until `release`, or until the process ends, however it ends.
         self._lock = FileLock(self.folder / ".lock", timeout=0, thread_local=False)
 
+    def prepare_data(self, recipe: DataRecipe) -> TrainingData:
+        """Open the run's tokens, or make them; see `anymamba.train.prepare_data`."""
+        return prepare_data(recipe, recipe.cache_dir or self.tokens, self.folder)
+
     def checkpoints(self, keep: int = 3) -> CheckpointFolder:
         """Return the run's checkpoints."""
         return CheckpointFolder(self.folder / "checkpoints", keep=keep)
 
     def claim(self, recipe: Recipe, *, resume: bool) -> None:
         """Create the folder, or check that it may be gone on with, and keep other processes out.
+
+        It holds no run before `keep_recipe`.
 
         Raises:
             ConfigError: there is a run already and `resume` is false, the recipe differs from that
@@ -71,6 +78,9 @@ class RunFolder:
             ) from error
         if self.recipe.exists():
             self._check(recipe, resume)
+
+    def keep_recipe(self, recipe: Recipe) -> None:
+        """Write the recipe, once it is known that it can be followed: now this is a run."""
         with replacing(WHERE, self.recipe) as stream:
             stream.write(recipe_to_toml(recipe).encode())
 
@@ -86,7 +96,7 @@ class RunFolder:
         """
         if not self.recipe.is_file():
             raise ConfigError(
-                f"{WHERE}: {str(self.folder)!r} must hold a run; there is no recipe.toml in it. "
+                f"{WHERE}: there is no run in {str(self.folder)!r}; it would hold a recipe.toml. "
                 "Check the path."
             )
         return load_recipe(self.recipe)
