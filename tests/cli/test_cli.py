@@ -191,6 +191,24 @@ def test_a_closed_pipe_is_no_error(checkpoint):
     assert errors == ""
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"]])
+def test_help_into_a_closed_pipe_is_no_error(arguments):
+    """Nobody reads what is said before a command runs: that is no error either."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "anymamba", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_inspect_needs_a_run_for_a_median(run, checkpoint):
+    """No runs have no median."""
+    result = run("inspect", checkpoint, "--repeats", 0)
+    assert result.code == 2
+    assert "--repeats must be at least 1" in result.err
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_cleanly(checkpoint):
     """An interrupt ends the text: the speed is still told, the code is 130, no traceback."""

@@ -1,5 +1,8 @@
 """Laws of generated text: stop strings, streaming, chat whose memory is the state."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cli_schemas import SCHEMAS, problems
@@ -223,6 +226,30 @@ def test_chat_survives_mistakes(run, checkpoint, tmp_path):
     assert [error["event"] for error in errors] == ["error"] * len(lines)
     assert answer["event"] == "answer"
     assert answer["turns"] == 1
+
+
+def test_text_that_is_not_utf8_is_refused(run, checkpoint, tmp_path):
+    """Prompts, files and overrides are refused with a reason; a chat survives the turn."""
+    (tmp_path / "bad.txt").write_bytes(b"ba\xffd")
+    for command in (
+        ["generate", checkpoint, "--echo", "--prompt", "ba\udcffd"],
+        ["inspect", checkpoint, "--length", 0, "--text", tmp_path / "bad.txt"],
+        ["train", "--describe", "--set", "loop.out=ba\udcffd"],
+    ):
+        result = run(*command)
+        assert result.code == 2, command
+        assert "UTF-8" in result.err
+    result = run("chat", checkpoint, "--max-new-tokens", 2, "--json", stdin="ba\udcffd\nhello\n")
+    assert [entry["event"] for entry in result.documents] == ["error", "answer"]
+
+
+def test_stdin_that_is_not_utf8_is_refused(checkpoint):
+    """Bytes on stdin are refused like those of an argument."""
+    command = [sys.executable, "-m", "anymamba", "generate", str(checkpoint)]
+    done = subprocess.run(command, input=b"ba\xffd", capture_output=True, timeout=300)
+    assert done.returncode == 2
+    assert b"UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_chat_answers_in_plain_text_too(run, checkpoint):

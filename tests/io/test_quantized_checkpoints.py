@@ -94,6 +94,8 @@ def test_contradictions_are_refused(tmp_path):
         load_pretrained(tmp_path / "int8", quantize="int3")
     with pytest.raises(ConfigError, match="safetensors"):
         save_pretrained(lm, tmp_path / "bin", format="bin")
+    with pytest.raises(ConfigError, match="would stay integers"):
+        convert_checkpoint(tmp_path / "int8", tmp_path / "float", dtype=torch.float32)
     config = tmp_path / "int8" / "config.json"
     entries = json.loads(config.read_text())
     config.write_text(json.dumps(entries | {"d_model": 64}))

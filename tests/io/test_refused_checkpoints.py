@@ -1,6 +1,7 @@
 """What is refused: damaged and foreign files, and options that contradict each other."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -70,6 +71,13 @@ def test_an_activation_that_cannot_be_meant_is_refused(folder: Path):
         load_pretrained(LM / "lm_mamba3_siso_mlp_softplus", a_activation="relu")
 
 
+@pytest.mark.parametrize("device", ["bogus", "cuda:99"])
+def test_a_device_that_cannot_be_used_is_refused(device: str, folder: Path):
+    """Torch's own words differ from device to device; ours name it and say what to do."""
+    with pytest.raises(ConfigError, match=f"device must be one .* got '{device}'.* Use cpu"):
+        load_pretrained(folder, device=device)
+
+
 class Bomb:
     """Leaves a mark when it is unpickled by a careless reader."""
 
@@ -111,6 +119,7 @@ def _shard(folder: Path, shard: str, *, more: tuple[str, ...] = (), less: int = 
 
 
 BIN = "pytorch_model.bin"
+THEIRS = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty bin": lambda folder: (folder / BIN).write_bytes(b""),
     "empty safetensors": lambda folder: (folder / "model.safetensors").write_bytes(b""),
@@ -135,6 +144,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another architecture": lambda folder: edit(folder, model_type="llama"),
     "another epsilon": lambda folder: edit(folder, model_type="mamba", layer_norm_epsilon=1e-6),
     "wrong type for transformers": lambda x: edit(x, model_type="mamba2", head_dim="wide"),
+    "a limit of words": lambda x: edit(x, model_type="mamba2", time_step_limit=[0.0, {"x": 1}]),
+    "half a limit for transformers": lambda x: edit(x, **THEIRS, time_step_limit=[0.0]),
+    "half a limit": lambda x: edit(x, ssm_cfg={"layer": "Mamba2", "headdim": 8, "dt_limit": [0]}),
+    "an infinite width": lambda x: edit(x, model_type="mamba", intermediate_size=math.inf),
+    "an infinite factor": lambda x: edit(x, ssm_cfg={"layer": "Mamba2", "expand": math.inf}),
+    "a word for true": lambda folder: edit(folder, rms_norm="false"),
+    "a word for true in a block": lambda x: edit(x, ssm_cfg={"layer": "Mamba2", "bias": "no"}),
+    "a word for true in transformers": lambda x: edit(x, **THEIRS, tie_word_embeddings="no"),
     "shard outside the folder": lambda folder: _shard(folder, "../model-1.safetensors"),
     "shard that is a pickle": lambda folder: _shard(folder, "model-1.bin"),
     "shard that is missing": lambda folder: _index(folder, {"x": "model-1.safetensors"}),

@@ -231,3 +231,17 @@ def test_rejects_ids_that_are_no_bytes():
     """An id of another tokenizer is not printed as something else."""
     with pytest.raises(ConfigError, match=r"ids must lie in 0\.\.256; got 257"):
         ByteTokenizer().decode([65, 257])
+
+
+def test_rejects_text_that_is_not_utf8(bpe):
+    """A byte of the terminal that is no character is refused with its place."""
+    for tokenizer in (bpe, ByteTokenizer()):
+        with pytest.raises(ConfigError, match=r"text must be UTF-8; character 2 is '.udcff'"):
+            tokenizer.encode("ba\udcffd")
+
+
+def test_ids_with_gaps_count_to_the_largest(tmp_path):
+    """A model needs a row for every id up to the largest, whether it has a token or not."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 9}, unk_token="</s>"))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).vocab_size == 10

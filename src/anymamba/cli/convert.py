@@ -30,7 +30,7 @@ class Convert:
     """Kind of file; mamba_ssm reads bin only."""
 
     dtype: Annotated[DType | None, arg(metavar="DTYPE")] = None
-    """Store in this dtype; as it is if left out."""
+    """Store in this dtype; as it is if left out. Not for a model that is quantised."""
 
     quantize: Annotated[Literal["int8", "int4"] | None, arg(metavar="NAME")] = None
     """Store projections, embedding and head as int8 or int4."""

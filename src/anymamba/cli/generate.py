@@ -43,9 +43,10 @@ class Generate(SamplingOptions, ModelOptions):
         prompt = sys.stdin.read() if self.prompt is None else self.prompt
         lm = self.load(quantize=self.quantize)
         tokenizer = self.load_tokenizer(self.tokenizer, lm)
+        # Before it is written: a text that is not UTF-8 could be neither.
+        ids = first_ids(tokenizer, prompt)
         if self.echo:
             terminal.text(prompt)
-        ids = first_ids(tokenizer, prompt)
         with prompt_progress(terminal, len(ids)) as progress:
             speech = speak(
                 lm,

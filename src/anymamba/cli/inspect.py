@@ -42,6 +42,11 @@ class Inspect(AnyModelOptions):
         """Count, time and print."""
         from anymamba.models import count_model
 
+        if self.repeats < 1:
+            raise ConfigError(
+                f"inspect: --repeats must be at least 1; got {self.repeats}. "
+                "Use --length 0 to time nothing."
+            )
         model: Any = self.load_any()
         count = count_model(model)
         seconds: dict[str, float] = {}
@@ -69,6 +74,7 @@ class Inspect(AnyModelOptions):
     def _activation(self, model: Any, file: Path) -> "ActivationReport":
         import torch
 
+        from anymamba.io import read_text
         from anymamba.models import MambaLM, compare_activations
 
         if not isinstance(model, MambaLM):
@@ -77,7 +83,7 @@ class Inspect(AnyModelOptions):
                 f"{self.model} holds a {type(model).__name__}. Leave --text out."
             )
         tokenizer = self.load_tokenizer(self.tokenizer, model)
-        ids = tokenizer.encode(file.read_text(encoding="utf-8"))[: self.text_tokens]
+        ids = tokenizer.encode(read_text("inspect", file))[: self.text_tokens]
         device = model.backbone.embedding.weight.device
         return compare_activations(model, torch.tensor([ids], dtype=torch.int64, device=device))
 

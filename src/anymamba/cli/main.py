@@ -4,6 +4,7 @@ Exit codes: 0 all is well, 1 a check failed, 2 a wrong call or an error with a r
 by Ctrl-C. A reader that has had enough (`anymamba generate ... | head -1`) is no error.
 """
 
+import io
 import logging
 import os
 import sys
@@ -21,6 +22,20 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        # As in arguments: what is not UTF-8 is refused by whoever reads it, with a reason.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    try:
+        code = _parse_and_run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere instead of failing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse_and_run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         from anymamba import __version__
 
@@ -49,13 +64,9 @@ def _run(name: str, command: Any, terminal: Any) -> int:
             # Warnings are for the user too: a sentence, without the line of code behind it.
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = lambda message, *_: log.warning("%s", message)
-            code = command.run(terminal)
-        sys.stdout.flush()
-        return code
+            return command.run(terminal)
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that go nowhere instead of failing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        raise
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED

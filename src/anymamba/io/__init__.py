@@ -4,7 +4,7 @@ from anymamba.io.checkpoint import CheckpointService, load_pretrained, save_pret
 from anymamba.io.config_file import read_config
 from anymamba.io.convert import convert_checkpoint
 from anymamba.io.device import named_device, usable_device
-from anymamba.io.disk import read_json, replacing, write_json
+from anymamba.io.disk import read_json, read_text, replacing, utf8, write_json
 from anymamba.io.model_files import ModelFolders, load_model, save_model
 from anymamba.io.state_file import load_state, save_state
 from anymamba.io.tensor_file import read_safetensors, write_safetensors
@@ -33,11 +33,13 @@ __all__ = [
     "read_config",
     "read_json",
     "read_safetensors",
+    "read_text",
     "replacing",
     "save_model",
     "save_pretrained",
     "save_state",
     "usable_device",
+    "utf8",
     "write_json",
     "write_safetensors",
 ]

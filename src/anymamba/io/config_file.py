@@ -21,6 +21,9 @@ __all__ = ["NOTES", "Description", "choose_activation", "describe", "read_config
 NOTES = "anymamba.json"
 _FORMAT = 1
 _ACTIVATIONS = ("heavy_tail", "softplus")
+# What a value of a wrong type or size raises somewhere in a config or a constructor: a list where
+# a number should be, null where a table should be, infinity as a width.
+WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Description(NamedTuple):
@@ -60,8 +63,7 @@ def describe(where: str, directory: Path) -> Description:
         return Description(MambaConfig.from_dict(entries), "official")
     except CheckpointError:
         raise
-    # Values of a wrong type: a list where a number should be, null where a table should be.
-    except (AnyMambaError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (AnyMambaError, *WRONG_VALUES) as error:
         raise CheckpointError(
             f"{where}: {str(file)!r} must describe a model; {error} Correct it, or use a copy."
         ) from error
@@ -133,7 +135,7 @@ def _richer(where: str, directory: Path, entries: dict[str, Any]) -> MambaConfig
     try:
         config = MambaConfig.from_dict(read_json(where, directory / NOTES)["config"])
         told = to_transformers(where, config)
-    except (AnyMambaError, KeyError, TypeError, ValueError, AttributeError):
+    except (AnyMambaError, *WRONG_VALUES):
         # The notes are an extra: config.json is complete without them.
         return None
     changing = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id")

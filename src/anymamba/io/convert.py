@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from anymamba.errors import CheckpointError
+from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.checkpoint import Folder, check_dtype, read_checkpoint, write_checkpoint
 from anymamba.io.disk import read_json, replacing
 from anymamba.io.hub import TEXT_FILES, locate
@@ -49,7 +49,7 @@ def convert_checkpoint(
         layout: "official", or "transformers" for models that exist there.
         format: "safetensors", or "bin" for `torch.save`.
         dtype: store in this dtype, sensitive parameters in float32 beside half types; as they are
-            stored when omitted.
+            stored when omitted. Not for a source that is quantised: its integers stay.
         a_activation: Mamba-3: "heavy_tail" or "softplus", where the source does not tell.
         quantize: "int8" or "int4": store projections, embedding and head as integers.
         max_shard_bytes: cut safetensors into files of at most this size.
@@ -81,6 +81,11 @@ def convert_checkpoint(
         )
     config, stored = read_checkpoint(where, start, a_activation)
     scheme = stored_scheme(where, start)
+    if scheme is not None and dtype is not None:
+        raise ConfigError(
+            f"{where}: dtype is for weights in floating point; those in {str(start)!r} are "
+            f"{scheme} and would stay integers. Leave it out, or convert the original model."
+        )
     model = skeleton(where, start, config, len(stored), dtype)
     model = quantized_outline(where, model, scheme, quantize)
     check_match(where, start, config, expected_tensors(model, scheme), stored)

@@ -9,9 +9,49 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from anymamba.errors import CheckpointError
+from anymamba.errors import CheckpointError, ConfigError
 
-__all__ = ["read_json", "replacing", "write_json"]
+__all__ = ["read_json", "read_text", "replacing", "utf8", "write_json"]
+
+
+def utf8(where: str, text: str) -> bytes:
+    """Return the bytes of a text.
+
+    Args:
+        where: the function that asks; opens every message.
+        text: from anywhere; Python keeps bytes of the terminal that are not UTF-8 as half
+            surrogate pairs.
+
+    Raises:
+        ConfigError: the text has no form in UTF-8.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: text must be UTF-8; character {error.start} is {text[error.start]!r}, no "
+            "part of it. Convert the text."
+        ) from error
+
+
+def read_text(where: str, file: Path) -> str:
+    """Return the text of a file.
+
+    Args:
+        where: the function that asks; opens every message.
+        file: in UTF-8.
+
+    Raises:
+        ConfigError: the file is not UTF-8.
+        OSError: the system refuses.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where}: {str(file)!r} must be text in UTF-8; byte {error.start} is not. "
+            "Convert the file."
+        ) from error
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def from_transformers(where: str, entries: Mapping[str, Any]) -> MambaConfig:
         options["layer"] = "Mamba2"
         heads, width = entries.get("num_heads", 128), options["headdim"]
         _must(where, heads * width == expand * d_model, "num_heads * head_dim", "expand * hidden")
-        limit = tuple(_number(x) for x in entries.get("time_step_limit", (0.0, math.inf)))
+        limit = _limits(where, entries.get("time_step_limit", (0.0, math.inf)))
         if limit != (0.0, math.inf):
             options["dt_limit"] = limit
         # transformers always writes its default; our rule for the chunk length is better than it.
@@ -231,9 +231,16 @@ def _family(where: str, config: MambaConfig) -> str:
     return "mamba2"
 
 
-def _number(value: Any) -> float:
-    # transformers 5 writes infinities as {"__float__": "Infinity"}.
-    return float(value["__float__"] if isinstance(value, dict) else value)
+def _limits(where: str, values: Any) -> tuple[float, float]:
+    """Return the two numbers of `time_step_limit`."""
+    try:
+        # transformers 5 writes infinities as {"__float__": "Infinity"}.
+        low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: time_step_limit must be two numbers; got {values!r}. Correct it."
+        ) from error
+    return low, high
 
 
 def _must(where: str, holds: bool, key: str, what: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anymamba.errors import AnyMambaError, CheckpointError
+from anymamba.io.config_file import WRONG_VALUES
 from anymamba.models import MambaConfig, MambaLM
 from anymamba.ops import copy_to_large_pages
 
@@ -90,7 +91,7 @@ def outline(where: str, directory: Path, build: Callable[[], ModelT]) -> ModelT:
         with torch.random.fork_rng(devices=[]), _Outline():
             return build()
     # Values of a wrong type fail anywhere in the constructors.
-    except (AnyMambaError, TypeError, ValueError, RuntimeError) as error:
+    except (AnyMambaError, RuntimeError, *WRONG_VALUES) as error:
         raise CheckpointError(
             f"{where}: {file!r} must describe a model; {error} Correct it, or use a copy."
         ) from error

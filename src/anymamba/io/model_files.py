@@ -14,6 +14,7 @@ import torch
 
 from anymamba.errors import AnyMambaError, CheckpointError
 from anymamba.io.checkpoint import check_dtype, load_pretrained
+from anymamba.io.config_file import WRONG_VALUES
 from anymamba.io.device import usable_device
 from anymamba.io.disk import read_json, write_json
 from anymamba.io.hub import locate
@@ -166,8 +167,7 @@ def _load(
         )
     try:
         config = kind.config_type.from_dict(entries["config"])  # pyright: ignore[reportAttributeAccessIssue]
-    # Values of a wrong type: a list where a number should be, null where a table should be.
-    except (AnyMambaError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (AnyMambaError, *WRONG_VALUES) as error:
         raise CheckpointError(
             f"{where}: {file!r} must describe a {kind.__name__}; {error} Correct it, or use a copy."
         ) from error

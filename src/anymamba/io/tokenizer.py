@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.errors import CheckpointError, ConfigError
-from anymamba.io.disk import read_json
+from anymamba.io.disk import read_json, utf8
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "IncrementalDecoder", "Tokenizer", "load_tokenizer"]
 
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, special tokens included."""
+        """One more than the largest id, special tokens included; some ids may have no token."""
         ...
 
     @property
@@ -63,8 +63,12 @@ class ByteTokenizer:
     bos_id = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the bytes of a text; nothing is put around it."""
-        return list(text.encode("utf-8"))
+        """Return the bytes of a text; nothing is put around it.
+
+        Raises:
+            ConfigError: the text is not UTF-8.
+        """
+        return list(utf8("ByteTokenizer.encode", text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of bytes, without the end mark.
@@ -92,11 +96,14 @@ class FileTokenizer:
         """Take the library's object, and the ids that end and begin a text."""
         self._inner = inner
         self._eos_id, self._bos_id = eos_id, bos_id
+        # Not the number of tokens: files may leave ids out, and a model has a row for each.
+        ids = inner.get_vocab(with_added_tokens=True).values()
+        self._vocab_size = max(ids, default=-1) + 1
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, special tokens included."""
-        return self._inner.get_vocab_size(with_added_tokens=True)
+        """One more than the largest id, special tokens included."""
+        return self._vocab_size
 
     @property
     def eos_id(self) -> int | None:
@@ -109,7 +116,12 @@ class FileTokenizer:
         return self._bos_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, with the special tokens that the file puts around it."""
+        """Return the ids of a text, with the special tokens that the file puts around it.
+
+        Raises:
+            ConfigError: the text is not UTF-8.
+        """
+        utf8("FileTokenizer.encode", text)
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:

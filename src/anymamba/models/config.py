@@ -75,6 +75,12 @@ class MambaConfig:
             raise ConfigError(
                 f"MambaConfig: d_intermediate must not be negative; got {self.d_intermediate}."
             )
+        for name in ("rms_norm", "residual_in_fp32", "fused_add_norm", "tie_embeddings"):
+            # Python takes every word for true, "false" included.
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"MambaConfig: {name} must be true or false; got {getattr(self, name)!r}."
+                )
         if self.layer not in MIXERS:
             raise ConfigError(
                 f"MambaConfig: ssm_cfg['layer'] must be one of {sorted(MIXERS)}; "

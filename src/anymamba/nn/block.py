@@ -381,7 +381,7 @@ def check_scan_options(
         raise ConfigError(
             f"{where}: chunk_size must be positive; got {chunk_size}. None lets the sizes choose."
         )
-    if dt_limit is not None and not 0 <= dt_limit[0] <= dt_limit[1]:
+    if dt_limit is not None and not (len(dt_limit) == 2 and 0 <= dt_limit[0] <= dt_limit[1]):
         raise ConfigError(
             f"{where}: dt_limit must be (low, high) with 0 <= low <= high; got {dt_limit}."
         )

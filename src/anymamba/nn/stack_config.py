@@ -217,13 +217,17 @@ def _without_layer(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_options(where: str, what: str, options: dict[str, Any], block: type) -> None:
-    """Raise `ConfigError` on an option that the block does not have."""
-    known = set(inspect.signature(block).parameters) - {"d_model", "embed_dim", "unknown"}
-    for name in options:
+    """Raise `ConfigError` on an option that the block does not have, or on a word for a bool."""
+    parameters = inspect.signature(block).parameters
+    known = set(parameters) - {"d_model", "embed_dim", "unknown"}
+    for name, value in options.items():
         if name not in known:
             raise ConfigError(
                 f"{where}: {what}: {block.__name__} has no option {name!r}.{nearest(name, known)}"
             )
+        # Python takes every word for true, "false" included.
+        if isinstance(parameters[name].default, bool) and isinstance(value, str):
+            raise ConfigError(f"{where}: {what}: {name} must be true or false; got {value!r}.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

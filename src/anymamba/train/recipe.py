@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from anymamba.errors import ConfigError
+from anymamba.io import utf8
 from anymamba.train.recipe_sections import (
     DataRecipe,
     LoopRecipe,
@@ -172,6 +173,7 @@ def _flatten(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _override(entries: dict[str, Any], text: str) -> None:
+    utf8(f"{WHERE}: {text!r}", text)
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not name:
         raise ConfigError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from anymamba.errors import CheckpointError, ConfigError
-from anymamba.io import replacing
+from anymamba.io import replacing, utf8
 from anymamba.train.checkpoint import CheckpointFolder
 from anymamba.train.data import TrainingData, prepare_data
 from anymamba.train.recipe import load_recipe, recipe_difference, recipe_to_toml
@@ -63,6 +63,7 @@ class RunFolder:
                 of the run, or another process trains there.
             CheckpointError: the folder cannot be written.
         """
+        utf8("recipe", recipe_to_toml(recipe))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
@@ -82,7 +83,7 @@ class RunFolder:
     def keep_recipe(self, recipe: Recipe) -> None:
         """Write the recipe, once it is known that it can be followed: now this is a run."""
         with replacing(WHERE, self.recipe) as stream:
-            stream.write(recipe_to_toml(recipe).encode())
+            stream.write(utf8("recipe", recipe_to_toml(recipe)))
 
     def release(self) -> None:
         """Let other processes in."""
