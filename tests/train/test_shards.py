@@ -309,3 +309,14 @@ def test_a_tokenizer_file_is_known_by_its_content(recipe, tmp_path):
     assert (first.vocab_size, first.train.end_id) == (5, 0)
     assert "reusing" in notes_of(words("seven"), tmp_path / "cache")
     assert "reusing" not in notes_of(words("eight"), tmp_path / "cache")
+
+
+def test_ids_with_gaps_have_room(recipe, tmp_path):
+    """The largest id decides how wide tokens are stored, and how many rows a model needs."""
+    table = {"</s>": 0, "?": 1, "text": 2, "of": 300}
+    file = plant_tokenizer(tmp_path / "tokenizer.json", table)
+    data = prepare_data(
+        DataRecipe(train=recipe.train, tokenizer=file, valid_share=0.3), tmp_path / "cache"
+    )
+    assert data.train.tokens(0).tolist()[:2] == [2, 300]
+    assert data.vocab_size == 301
