@@ -10,7 +10,7 @@ from anymamba.errors import BackendError, CacheError, ConfigError
 from anymamba.nn.block import Block, project, reject_unknown
 from anymamba.nn.cache import KVCache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
-from anymamba.ops import SsdPath, rotate_pairs
+from anymamba.ops import SsdPath, packing, rotate_pairs
 
 __all__ = ["MHA"]
 
@@ -188,11 +188,14 @@ class MHA(Block[KVCache]):
                 _written(past, piece, place_bs)
                 for past, piece in ((cache.k_bhst, k_bhsd), (cache.v_bhst, v_bhsd))
             )
+        reach = torch.arange(keys.shape[2], device=keys.device)
         mask = None
         if not is_opening:
             # A key is visible up to the query's own place; beyond lie padding and the future.
-            reach = torch.arange(keys.shape[2], device=keys.device)
             mask = (reach <= place_bs[:, :, None]).unsqueeze(1)
+        elif not self.causal and isinstance(added, Tensor):
+            # Padding is hidden. A row without tokens keeps one key: a softmax over none is NaN.
+            mask = (reach < added.clamp(min=1)[:, None])[:, None, None]
         context_bhsd = F.scaled_dot_product_attention(
             q_bhsd,
             keys.to(q_bhsd.dtype),
@@ -210,16 +213,13 @@ class MHA(Block[KVCache]):
         self, qkv_1sv: Tensor, cache: KVCache, cu_seqlens: Tensor
     ) -> tuple[Tensor, KVCache]:
         """Spread packed sequences over rows, attend, and gather them again."""
-        borders = cu_seqlens.to(device=qkv_1sv.device, dtype=torch.int64)
-        length_q = borders.diff()
-        token_s = torch.arange(qkv_1sv.shape[1], device=qkv_1sv.device)
-        row_s = torch.searchsorted(borders, token_s, right=True) - 1
-        column_s = token_s - borders[row_s]
-        longest = int(length_q.max())
-        rows_qsv = qkv_1sv.new_zeros(length_q.shape[0], longest, qkv_1sv.shape[2])
-        rows_qsv = rows_qsv.index_put((row_s, column_s), qkv_1sv[0])
-        context_qsv, cache = self._attend(rows_qsv, cache, length_q)
-        return context_qsv[row_s, column_s].unsqueeze(0), cache
+        batch, length, width = qkv_1sv.shape
+        pack = packing("MHA", cu_seqlens, batch, length, qkv_1sv.device)
+        place = pack.sequence_s, pack.position_s
+        rows_qsv = qkv_1sv.new_zeros(pack.count, int(pack.length_q.max()), width)
+        rows_qsv = rows_qsv.index_put(place, qkv_1sv[0])
+        context_qsv, cache = self._attend(rows_qsv, cache, pack.length_q)
+        return context_qsv[place].unsqueeze(0), cache
 
     def _rotary(self, x_bshd: Tensor, place_bs: Tensor) -> Tensor:
         width = self.rotary_emb_dim

@@ -35,7 +35,7 @@ from anymamba.ops.numerics import (
     heavy_tail,
     softplus,
 )
-from anymamba.ops.packing import RowSegments, segment_rows
+from anymamba.ops.packing import Packing, RowSegments, packing, segment_rows
 from anymamba.ops.rotation import (
     PAIRINGS,
     AngleScan,
@@ -107,6 +107,7 @@ __all__ = [
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
     "NativeStatus",
+    "Packing",
     "QuaternionScan",
     "RowSegments",
     "ScanOutput",
@@ -150,6 +151,7 @@ __all__ = [
     "keys_by_quaternion",
     "linear",
     "native_status",
+    "packing",
     "quaternion_conjugate",
     "quaternion_from_vector",
     "quaternion_increment",
