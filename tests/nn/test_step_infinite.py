@@ -202,3 +202,20 @@ def test_half_types_settle_near_float32():
         y_bd = block.step_infinite(u_bd)
         assert y_bd.dtype == torch.bfloat16
         assert error_of(exact.step_infinite(u_bd.double()), y_bd) < 2e-2
+
+
+@pytest.mark.parametrize("rotation", ["complex", "quaternion"])
+def test_large_tokens_have_the_gradients_of_float64(rotation: str):
+    """A token that makes some step sizes tiny still has finite and right gradients."""
+    torch.manual_seed(0)
+    block = Mamba3(16, d_state=8, headdim=4, rotation=rotation)
+    exact = Mamba3(16, d_state=8, headdim=4, rotation=rotation, dtype=torch.float64)
+    exact.load_state_dict(block.state_dict())
+    u_bd = 30 * torch.randn(2, 16)
+    results = []
+    for module, leaf_bd in ((exact, u_bd.double()), (block, u_bd.clone())):
+        y_bd = module.step_infinite(leaf_bd.requires_grad_())
+        results.append((y_bd.detach(), *torch.autograd.grad(y_bd.sum(), leaf_bd)))
+    (want_bd, want_grad_bd), (got_bd, got_grad_bd) = results
+    assert_same(want_bd, got_bd)
+    assert_same(want_grad_bd, got_grad_bd, "grad")

@@ -130,3 +130,27 @@ def test_gradients_pass_through_the_fixed_point():
 
     inputs = [x.clone().requires_grad_() for x in (v, b, c, *coefficients, angle)]
     assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("rotation", ["complex", "quaternion"])
+@pytest.mark.parametrize("step", [1e-1, 1e-5, 1e-10, 1e-15, 1e-19, 1e-22, 1e-25])
+def test_fixed_point_of_tiny_steps_is_that_of_float64(step, rotation):
+    """However small dt, float32 has the values and gradients of float64: nothing vanishes."""
+    v, b, c, coefficients = (x.float() if torch.is_tensor(x) else x for x in token())
+    dt, da, lam = (x.float() for x in coefficients)
+    vector = step * randn(1, 2, 3, 3, seed=8, dtype=torch.float32)
+    turn = vector[..., 0] if rotation == "complex" else quaternion_from_vector(vector)
+
+    def run(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (v, b, c, step * dt, step * da, lam, turn)]
+        name = "angle_bha" if rotation == "complex" else "quaternion_bhj4"
+        y = trapezoid_fixed_point(
+            *leaves[:3], TrapezoidCoefficients(*leaves[3:6]), **{name: leaves[6]}
+        )
+        return y.detach(), torch.autograd.grad(y.square().sum(), leaves)
+
+    want, want_grads = run(torch.float64)
+    got, got_grads = run(torch.float32)
+    assert_same(want, got)
+    for want_grad, got_grad in zip(want_grads, got_grads, strict=True):
+        assert_same(want_grad, got_grad, "grad")

@@ -93,28 +93,41 @@ def trapezoid_fixed_point(
 
 
 def _gap(coefficients: TrapezoidCoefficients) -> Tensor:
-    """Return 1 - alpha, kept where its square does not vanish."""
-    tiny = torch.finfo(coefficients.da.dtype).tiny ** 0.5
-    return -torch.expm1(coefficients.da).clamp(max=-tiny)
+    """Return 1 - alpha, kept where one can divide by it."""
+    return (-torch.expm1(coefficients.da)).clamp(min=torch.finfo(coefficients.da.dtype).tiny)
+
+
+def _both(coefficients: TrapezoidCoefficients) -> Tensor:
+    """Return (gamma + beta) / dt, in which lam is not lost where alpha is near 1."""
+    return 1 - (1 - coefficients.lam) * _gap(coefficients)
 
 
 def _plain_gain(coefficients: TrapezoidCoefficients) -> Tensor:
-    return (coefficients.beta + coefficients.gamma) / _gap(coefficients)
+    return coefficients.dt / _gap(coefficients) * _both(coefficients)
 
 
-def _gains(coefficients: TrapezoidCoefficients, versine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return F's real part, the factor of its imaginary part, and 1 / |1 - alpha R|^2.
+def _unit(gap_bh1: Tensor, turn_bhx: Tensor) -> Tensor:
+    """Return what gap and turn are measured in: the larger one, a constant for gradients."""
+    return torch.maximum(gap_bh1, turn_bhx.abs()).detach()
 
-    `versine` is 1 - cos of the angle, (b, h, x); with D = (1 - alpha)^2 + 2 alpha versine:
 
-        Re F = ((gamma + beta) (1 - alpha) + (gamma alpha - beta) versine) / D
-        Im F = -(gamma alpha + beta) sin / D
+def _gains(
+    coefficients: TrapezoidCoefficients, unit: Tensor, versine: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return F's real part, and the factor that makes its imaginary part out of a scaled sine.
+
+    `versine` is 1 - cos of the angle over the square of `unit`, and a scaled sine is one over
+    `unit`; all (b, h, x). With g = (1 - alpha) / unit and D = g^2 + 2 alpha versine:
+
+        Re F = ((gamma + beta) / unit g + dt alpha (2 lam - 1) versine) / D
+        Im F = -dt alpha / unit sin / D
     """
-    alpha, gap = coefficients.da.exp().unsqueeze(-1), _gap(coefficients).unsqueeze(-1)
-    gamma, beta = coefficients.gamma.unsqueeze(-1), coefficients.beta.unsqueeze(-1)
-    inverse = 1 / (gap.square() + 2 * alpha * versine)
-    real = ((gamma + beta) * gap + (gamma * alpha - beta) * versine) * inverse
-    return real, gamma * alpha + beta, inverse
+    alpha, gap = coefficients.da.exp().unsqueeze(-1), _gap(coefficients).unsqueeze(-1) / unit
+    dt, lam = coefficients.dt.unsqueeze(-1), coefficients.lam.unsqueeze(-1)
+    both = _both(coefficients).unsqueeze(-1)
+    size = gap.square() + 2 * alpha * versine
+    real = (dt / unit * gap * both + dt * alpha * (2 * lam - 1) * versine) / size
+    return real, dt / unit * alpha / size
 
 
 def _settle_pairs(
@@ -125,10 +138,13 @@ def _settle_pairs(
     pairing: str,
 ) -> Tensor:
     size, angles = key_bmhr.shape[-1], angle_bha.shape[-1]
-    versine_bha = 2 * (angle_bha / 2).sin().square()
-    real_bha, factor_bha, inverse_bha = _gains(coefficients, versine_bha)
+    half_angle_bha = angle_bha / 2
+    sine_bha = half_angle_bha.sin()
+    unit_bha = _unit(_gap(coefficients).unsqueeze(-1), sine_bha)
+    scaled_bha = sine_bha / unit_bha
+    real_bha, factor_bha = _gains(coefficients, unit_bha, 2 * scaled_bha.square())
     real = real_bha.unsqueeze(1)
-    imaginary = (-factor_bha * angle_bha.sin() * inverse_bha).unsqueeze(1)
+    imaginary = (-factor_bha * (2 * scaled_bha * half_angle_bha.cos())).unsqueeze(1)
     if pairing == "interleaved":
         first, second = key_bmhr[..., 0 : 2 * angles : 2], key_bmhr[..., 1 : 2 * angles : 2]
     else:
@@ -150,13 +166,16 @@ def _settle_blocks(
     quaternion_bhj4: Tensor,
 ) -> Tensor:
     real_part, vector = quaternion_bhj4[..., 0], quaternion_bhj4[..., 1:]
-    # 1 - w from the vector part where w is near 1: the difference itself would cancel.
-    small = vector.square().sum(-1) / (1 + real_part.clamp(min=0))
-    versine_bhj = torch.where(real_part > 0, small, 1 - real_part)
-    real_bhj, factor_bhj, inverse_bhj = _gains(coefficients, versine_bhj)
-    gain_bhj4 = torch.cat(
-        [real_bhj.unsqueeze(-1), (factor_bhj * inverse_bhj).unsqueeze(-1) * vector], -1
-    )
+    is_short = real_part > 0
+    turn_bhj = torch.where(is_short, vector.abs().amax(-1), 1)
+    unit_bhj = _unit(_gap(coefficients).unsqueeze(-1), turn_bhj)
+    scaled_bhj3 = vector / unit_bhj.unsqueeze(-1)
+    # 1 - w from the vector part where w is near 1: the difference itself would cancel. Elsewhere
+    # the unit is 1.
+    small = scaled_bhj3.square().sum(-1) / (1 + real_part.clamp(min=0))
+    versine_bhj = torch.where(is_short, small, 1 - real_part)
+    real_bhj, factor_bhj = _gains(coefficients, unit_bhj, versine_bhj)
+    gain_bhj4 = torch.cat([real_bhj.unsqueeze(-1), factor_bhj.unsqueeze(-1) * scaled_bhj3], -1)
     width = 4 * quaternion_bhj4.shape[2]
     blocks = key_bmhr[..., :width].unflatten(-1, (-1, 4))
     settled = quaternion_multiply(gain_bhj4.unsqueeze(1), blocks).flatten(-2)
