@@ -132,6 +132,25 @@ def test_float16_statistics_do_not_overflow():
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("impl", ["portable", "auto", "reference"])
+@pytest.mark.parametrize("order", [None, True, False])
+def test_gradients_of_large_numbers_are_those_of_float64(order, impl):
+    """At 1e18 squares still fit float32, and the cube of the scale is not needed."""
+    large = 1e18
+
+    def gradient(dtype):
+        x, z, weight = (t.to(dtype) for t in make(5, WIDTH, dtype=torch.float32))
+        x = (large * x).requires_grad_()
+        if order is None:
+            y = rms_norm(x, weight, impl=impl)
+        else:
+            y = gated_rms_norm(x, z, weight, norm_before_gate=order, impl=impl)
+        return torch.autograd.grad(large * y.square().sum(), x)[0]
+
+    assert_same(gradient(torch.float64), gradient(torch.float32), "grad")
+
+
 def test_bfloat16_statistics_are_float32():
     """Beside a large offset the variance of a bfloat16 sum would be rounding; ours is not."""
     branch = randn(7, 64, seed=1, dtype=torch.bfloat16)

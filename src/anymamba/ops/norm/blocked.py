@@ -63,8 +63,9 @@ def _plain_gated(
 
 def _formula(x: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
     groups = x.unflatten(-1, (-1, group_size))
-    scale = torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + eps)
-    return (groups * scale).flatten(-2) * weight.to(x.dtype)
+    # Not rsqrt: its derivative is the cube of the result, which vanishes at 1e18 in float32.
+    root = torch.sqrt(groups.square().mean(dim=-1, keepdim=True) + eps)
+    return (groups / root).flatten(-2) * weight.to(x.dtype)
 
 
 def _norm_forward(x_sv: Tensor, weight_v: Tensor, eps: float, group_size: int) -> tuple[Tensor]:
