@@ -8,6 +8,7 @@ one `autograd.Function` around them that saves the inputs only.
     torch.compile    Function -> torch.ops.anymamba.*: one node for the compiler, at any length
     vmap             the mapped axis is merged into an axis the operator is batched over
     double backward  the differentiable `composite` is differentiated twice
+    forward mode     refused: only references have it
 
 Tensors that can carry a gradient come first in every signature and are always present; constants
 (flags, sizes, borders) follow. The last constant of every registered operator is `kernel`, which
@@ -16,7 +17,7 @@ with second derivatives from the portable composite, which "native" refuses.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from anymamba.ops.checks import guard
 from anymamba.ops.native import Kernel, refusal_of
 from anymamba.ops.numerics import full_precision
 
-__all__ = ["LIBRARY", "Operator"]
+__all__ = ["LIBRARY", "Operator", "refuse_forward_mode"]
 
 # The library object must stay alive for as long as the operators are registered.
 LIBRARY = torch.library.Library("anymamba", "DEF")
@@ -128,6 +129,15 @@ class Operator:
         return args[: self.outputs], args[self.outputs : middle], args[middle:]
 
 
+def refuse_forward_mode(name: str) -> NoReturn:
+    """Raise the `BackendError` of a Function that has no `jvp`."""
+    raise BackendError(
+        f"{name}: there is no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual "
+        "numbers) of this implementation. Use impl='reference', or reverse mode "
+        "(torch.func.vjp, jacrev)."
+    )
+
+
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give a tensor that fills two arguments a second identity: Dynamo asks for distinct ones."""
     seen: list[Any] = []
@@ -217,6 +227,10 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
                 return (*pull(tuple(grads)), *[None] * len(constants))
 
         @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            refuse_forward_mode(name)
+
+        @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
             return _merged_call(operator, Backward, info.batch_size, in_dims, args, True)
 
@@ -244,6 +258,10 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
                 for grad, wanted in zip(result, ctx.needs_input_grad, strict=False)
             ]
             return (*needed, *[None] * (len(args) - width))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            refuse_forward_mode(name)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

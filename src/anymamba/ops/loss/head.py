@@ -6,13 +6,14 @@ multiplied out; the backward only scales. Three matrix products instead of the f
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from anymamba.ops.boundary import refuse_forward_mode
 from anymamba.ops.loss import native, portable
 from anymamba.ops.numerics import accumulate_dtype, full_precision
 
@@ -90,6 +91,11 @@ class HeadLoss(torch.autograd.Function):
                 if one is not None:
                     one.mul_(grad)
         return (*grads, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuse: the gradients were computed on the way, tangents were not."""
+        refuse_forward_mode("head_cross_entropy")
 
 
 def _with_gradients(

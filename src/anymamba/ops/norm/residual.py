@@ -4,12 +4,13 @@ An `Operator` would keep both terms of the sum, one tensor more per norm than th
 is a Function of its own. Compilers and function transforms see the sum and the norm apart.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from anymamba.errors import BackendError
+from anymamba.ops.boundary import refuse_forward_mode
 from anymamba.ops.checks import guard
 from anymamba.ops.norm import native
 from anymamba.ops.norm.blocked import norm, plain_norm
@@ -80,6 +81,10 @@ class _AddNorm(torch.autograd.Function):
             )
         guard("add_rms_norm", grad_x=grads[0], grad_residual=grads[1], grad_weight=grads[2])
         return (*grads, *rest)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode("add_rms_norm")
 
 
 def _differentiable(

@@ -276,7 +276,11 @@ def _rotate_traced(x: Tensor, angle: Tensor, pairing: str) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     u, w = _pairs(x, count, pairing)
     turned = (u * cos - w * sin).to(x.dtype), (u * sin + w * cos).to(x.dtype)
-    rest = _untouched(x, count, pairing)
+    return _joined(turned, _untouched(x, count, pairing), pairing)
+
+
+def _joined(turned: tuple[Tensor, Tensor], rest: Sequence[Tensor], pairing: str) -> Tensor:
+    """Undo `_pairs` and `_untouched`."""
     if pairing == "interleaved":
         return torch.cat([torch.stack(turned, -1).flatten(-2), rest[0]], -1)
     return torch.cat([turned[0], rest[0], turned[1], rest[1]], -1)
@@ -304,6 +308,17 @@ class _PairRotation(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, angle, ctx.pairing = inputs
         ctx.save_for_backward(x, angle)
+        ctx.save_for_forward(x, angle)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_x: Tensor, tangent_angle: Tensor, _: None) -> Tensor:
+        x, angle = ctx.saved_tensors
+        turned = _rotate_traced(tangent_x, angle, ctx.pairing)
+        # A quarter turn ahead of the rotated pairs, times the speed of the angle.
+        u, w = _pairs(_rotate_traced(x, angle, ctx.pairing), angle.shape[-1], ctx.pairing)
+        change = -w * tangent_angle, u * tangent_angle
+        rest = [torch.zeros_like(part) for part in _untouched(x, angle.shape[-1], ctx.pairing)]
+        return turned + _joined(change, rest, ctx.pairing).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

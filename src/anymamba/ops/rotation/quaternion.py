@@ -295,6 +295,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        return _Product.apply(tangent_a, b) + _Product.apply(a, tangent_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -330,6 +336,16 @@ class _BlockRotation(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_x: Tensor, tangent_quaternion: Tensor) -> Tensor:
+        x, quaternion = ctx.saved_tensors
+        width = 4 * quaternion.shape[-2]
+        # Linear in both; what is not turned does not depend on the quaternion.
+        change = _BlockRotation.apply(x[..., :width], tangent_quaternion)
+        rest = torch.zeros_like(x[..., width:])
+        return _BlockRotation.apply(tangent_x, quaternion) + torch.cat([change, rest], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
