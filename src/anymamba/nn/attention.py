@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, CacheError, ConfigError
-from anymamba.nn.block import Block, project, reject_unknown
+from anymamba.nn.block import Block, StateSpec, check_state, project, reject_unknown
 from anymamba.nn.cache import KVCache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
-from anymamba.ops import SsdPath, packing, rotate_pairs
+from anymamba.ops import SsdPath, check_impl, packing, rotate_pairs
 
 __all__ = ["MHA"]
 
@@ -19,6 +19,8 @@ class MHA(Block[KVCache]):
     """Multi-head attention: grouped keys, rotary positions, a short convolution, an MLP part.
 
     Every option of `mamba_ssm`'s class; decoding agrees with the full computation for all of them.
+    Attention itself is torch's, whatever `impl` and `path` a stack hands to all its layers; `impl`
+    chooses who computes the convolution.
 
     Args:
         embed_dim: width of inputs and outputs.
@@ -29,7 +31,7 @@ class MHA(Block[KVCache]):
         qkv_proj_bias: whether `in_proj` has a bias.
         out_proj_bias: whether `out_proj` has a bias.
         softmax_scale: factor of the scores; 1 / sqrt(head_dim) if None.
-        causal: must be True for prefill and step; False attends both ways in `forward`.
+        causal: False attends both ways, in `forward` only; prefill and step refuse it.
         layer_idx: place in a stack; needed with `inference_params`.
         d_conv: width of a convolution over queries, keys and values; 0 means none.
         rotary_emb_dim: entries of a head that turn with the position; 0 means none.
@@ -65,6 +67,7 @@ class MHA(Block[KVCache]):
         super().__init__()
         reject_unknown("MHA", unknown, MHA.__init__.__annotations__)
         self.d_model, self.layer_idx, self.causal = embed_dim, layer_idx, causal
+        _check_sizes(num_heads, num_heads_kv, head_dim, mlp_dim, d_conv)
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         if head_dim is None and embed_dim % num_heads:
@@ -74,9 +77,9 @@ class MHA(Block[KVCache]):
             raise ConfigError(
                 f"MHA: num_heads_kv must divide num_heads {num_heads}; got {self.num_heads_kv}."
             )
-        if rotary_emb_dim % 2 or rotary_emb_dim > self.head_dim:
+        if rotary_emb_dim % 2 or not 0 <= rotary_emb_dim <= self.head_dim:
             raise ConfigError(
-                f"MHA: rotary_emb_dim must be even and at most head_dim {self.head_dim}; "
+                f"MHA: rotary_emb_dim must be even, from 0 to head_dim {self.head_dim}; "
                 f"got {rotary_emb_dim}."
             )
         self.softmax_scale = softmax_scale
@@ -103,6 +106,31 @@ class MHA(Block[KVCache]):
             f"d_conv={self.d_conv}, rotary_emb_dim={self.rotary_emb_dim}"
         )
 
+    def forward(self, u_bsd: Tensor, *, inference_params: Any = None, **options: Any) -> Tensor:
+        """Run whole sequences; the arguments are those of every block."""
+        if self.causal or inference_params is not None:
+            return super().forward(u_bsd, inference_params=inference_params, **options)
+        return super().prefill(u_bsd, None, **options)[0]
+
+    def prefill(
+        self, u_bsd: Tensor, cache: KVCache | None = None, **options: Any
+    ) -> tuple[Tensor, KVCache]:
+        """Run a piece of a sequence; the arguments are those of every block."""
+        self._check_causal("MHA.prefill")
+        return super().prefill(u_bsd, cache, **options)
+
+    def step(self, u_bd: Tensor, cache: KVCache) -> tuple[Tensor, KVCache]:
+        """Run one token: pure and differentiable; the given cache is not changed."""
+        self._check_causal("MHA.step")
+        return super().step(u_bd, cache)
+
+    def _check_causal(self, where: str) -> None:
+        if not self.causal:
+            raise BackendError(
+                f"{where}: causal must be True; got False, which attends to tokens still to come. "
+                "Run whole sequences with forward, or create the layer with causal=True."
+            )
+
     def _fresh(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         shape = (batch_size, self.num_heads_kv, 0, self.head_dim)
         conv_bvk = None
@@ -122,18 +150,15 @@ class MHA(Block[KVCache]):
             return self._fresh(count, u.device, self._like().dtype)
         if not isinstance(cache, KVCache):
             raise CacheError(f"{where}: the cache must be a KVCache; got {type(cache).__name__}.")
-        wanted = (count, self.num_heads_kv, cache.k_bhst.shape[2], self.head_dim)
-        if tuple(cache.k_bhst.shape) != wanted or cache.v_bhst.shape != cache.k_bhst.shape:
-            raise CacheError(
-                f"{where}: keys and values of the cache must have shape {wanted}; "
-                f"got {tuple(cache.k_bhst.shape)} and {tuple(cache.v_bhst.shape)}."
-            )
-        if cache.k_bhst.device != u.device:
-            raise CacheError(
-                f"{where}: the cache is on {cache.k_bhst.device}, the input on {u.device}."
-            )
         if (cache.conv_bvk is None) != (self.d_conv == 0):
             raise CacheError(f"{where}: the cache belongs to a layer with another convolution.")
+        dtype = self._like().dtype
+        past = StateSpec((self.num_heads_kv, cache.k_bhst.shape[2], self.head_dim), dtype)
+        wanted = {"k_bhst": past, "v_bhst": past}
+        if self.d_conv > 0:
+            wanted["conv_bvk"] = StateSpec((self.qkv_dim, self.d_conv), dtype)
+        for name, spec in wanted.items():
+            check_state(where, name, getattr(cache, name), count, spec, u.device)
         return cache
 
     def _sequence(
@@ -144,6 +169,7 @@ class MHA(Block[KVCache]):
         impl: str,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, KVCache]:
+        check_impl("MHA", impl)
         qkv_bsv, mlp = project(self.in_proj, u_bsd).split([self.qkv_dim, self.mlp_dim], dim=-1)
         conv_bvk = cache.conv_bvk
         if conv_bvk is not None:
@@ -180,10 +206,6 @@ class MHA(Block[KVCache]):
         if is_opening:
             keys, values = k_bhsd, v_bhsd
         else:
-            if not self.causal:
-                raise BackendError(
-                    "MHA: causal=False attends to tokens to come; it has no prefill."
-                )
             keys, values = (
                 _written(past, piece, place_bs)
                 for past, piece in ((cache.k_bhst, k_bhsd), (cache.v_bhst, v_bhsd))
@@ -243,3 +265,16 @@ def _written(past_bhsd: Tensor, piece_bhsd: Tensor, place_bs: Tensor) -> Tensor:
     longer = F.pad(past_bhsd, (0, 0, 0, piece_bhsd.shape[2]))
     index = place_bs[:, None, :, None].expand(-1, past_bhsd.shape[1], -1, past_bhsd.shape[3])
     return longer.scatter(2, index, piece_bhsd.to(longer.dtype))
+
+
+def _check_sizes(
+    num_heads: int, num_heads_kv: int | None, head_dim: int | None, mlp_dim: int, d_conv: int
+) -> None:
+    """Raise `ConfigError` on a size that no layer could have."""
+    sizes = {"num_heads": num_heads, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ConfigError(f"MHA: {name} must be positive; got {size}.")
+    for name, size in {"mlp_dim": mlp_dim, "d_conv": d_conv}.items():
+        if size < 0:
+            raise ConfigError(f"MHA: {name} must not be negative; got {size}. 0 means none.")

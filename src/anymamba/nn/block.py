@@ -27,7 +27,9 @@ from anymamba.ops import SsdPath, accumulate_dtype, guard, linear, segment_rows
 __all__ = [
     "Block",
     "InverseSoftplus",
+    "StateSpec",
     "check_scan_options",
+    "check_state",
     "is_plain",
     "project",
     "reject_unknown",
@@ -238,7 +240,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
                 "It comes from a block with another rotation."
             )
         for name, tensor in given.items():
-            _check_state(where, name, tensor, count, wanted[name], u.device)
+            check_state(where, name, tensor, count, wanted[name], u.device)
         return cache
 
     def _cache_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
@@ -343,9 +345,10 @@ def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _check_state(
+def check_state(
     where: str, name: str, tensor: Tensor, count: int, wanted: StateSpec, device: torch.device
 ) -> None:
+    """Raise `CacheError` if one tensor of a cache does not fit the block and its input."""
     if tensor.shape != (count, *wanted.shape):
         raise CacheError(
             f"{where}: {name} of the cache must have shape {(count, *wanted.shape)}; "

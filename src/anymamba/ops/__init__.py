@@ -12,7 +12,7 @@ from anymamba.ops.bundles import (
     double_ssd_serial_recalculated,
     single_ssd_serial_recalculated,
 )
-from anymamba.ops.checks import check_one_precision, guard
+from anymamba.ops.checks import check_impl, check_one_precision, guard
 from anymamba.ops.conv import (
     ConvOutput,
     ConvStepOutput,
@@ -125,6 +125,7 @@ __all__ = [
     "bound_rotation_vector",
     "causal_conv1d",
     "causal_conv1d_step",
+    "check_impl",
     "check_one_precision",
     "clamp_dt",
     "copy_to_large_pages",
