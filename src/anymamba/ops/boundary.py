@@ -285,6 +285,11 @@ def _merged_call(
         raise BackendError(
             f"{operator.name}: vmap over cu_seqlens is not possible; map over the tensors only."
         )
+    if size == 0:
+        # Nothing is mapped, but shapes and graphs are wanted: those of one row, taken away again.
+        one = [_with_a_row(arg, dim) for arg, dim in zip(args, in_dims, strict=True)]
+        results, dims = _merged_call(operator, function, 1, in_dims, tuple(one), backward)
+        return tuple(result[:0] for result in results), dims
     tensor_axes, output_axes = operator.merge_axes(*constants)
     axes_in = [*output_axes, *tensor_axes] if backward else list(tensor_axes)
     axes_out = list(tensor_axes) if backward else list(output_axes)
@@ -302,3 +307,11 @@ def _merged_call(
         for result, axis in zip(results, axes_out, strict=True)
     ]
     return tuple(split), (0,) * len(split)
+
+
+def _with_a_row(arg: Any, dim: int | None) -> Any:
+    """Return an argument whose mapped axis is empty with one row of zeros on it."""
+    if dim is None:
+        return arg
+    row = arg.new_zeros([1 if axis == dim else size for axis, size in enumerate(arg.shape)])
+    return torch.cat([arg, row], dim)

@@ -112,7 +112,8 @@ def ssd_core(
             "Leave one of them out."
         )
     given = scale_bsh, zero.expand(da_bsh.shape) if strict else own_bsh
-    weights = _weights((zero + 1).expand(da_bsh.shape), *given)
+    one = v_bsmhp.new_ones((), dtype=compute)
+    weights = _weights(one.expand(da_bsh.shape), *given)
     if path is not None and not isinstance(path, SsdPath):
         raise ConfigError(f"{where}: path must be an SsdPath; got {type(path).__name__}.")
     tensors = (v_bsmhp, da_bsh, b_bsmgr, c_bsmgr, initial_bhpr)
