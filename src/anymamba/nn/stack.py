@@ -222,16 +222,18 @@ class Stack(LayeredModule):
                 f"{type(self).__name__}: registers stand at places of one sequence per row; packed "
                 "sequences (cu_seqlens, seq_idx) are not offered with them. Use rows of one length."
             )
-
-        def mix(mixer: Block[Any], x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            # Attention that looks ahead has no state, only outputs.
-            return (
-                mixer.prefill(x, state, **how) if keeps_states else (mixer.forward(x, **how), None)
-            )
-
         caches = [None] * len(self.schedule) if cache is None else cache.layers
         cursor = self._first_cursor(length) if cache is None else _cursor(cache)
-        return self.walk(x_bsd, caches, cursor, mix, keeps_states=keeps_states)
+        return self.walk(
+            x_bsd,
+            caches,
+            cursor,
+            # Attention that looks ahead has no state, only outputs.
+            lambda mixer, x, state: (
+                mixer.prefill(x, state, **how) if keeps_states else (mixer.forward(x, **how), None)
+            ),
+            keeps_states=keeps_states,
+        )
 
     def token(self, x_bd: Tensor, cache: StackState) -> StackStep:
         """Run `step` on arguments that were checked; for models, which check their own."""
