@@ -90,7 +90,7 @@ class Operator:
         torch.library.register_fake(f"anymamba::{name}_bwd", fake_bwd, lib=LIBRARY)
         self.fwd_op = getattr(torch.ops.anymamba, f"{name}_fwd")
         self.bwd_op = getattr(torch.ops.anymamba, f"{name}_bwd")
-        self.function = _recompute_function(self)
+        self.traced, self.function = _recompute_functions(self)
 
     def refusal(self, tensors: Sequence[Tensor]) -> str | None:
         """Say why the CPU kernel cannot serve these tensors; None when it can."""
@@ -104,7 +104,7 @@ class Operator:
             # Without gradients Dynamo would hand the Function's forward one argument too many.
             return _as_tuple(self.fwd_op(*args))
         if torch.compiler.is_compiling():
-            args = _distinct(args)
+            return self.traced.apply(*_distinct(args))
         return self.function.apply(*args)
 
     def _fake_backward(self, *args: Any) -> Tensors:
@@ -184,7 +184,7 @@ def _choosing(
     return run
 
 
-def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
+def _recompute_functions(operator: Operator) -> tuple[type[torch.autograd.Function], ...]:
     width, outputs = operator.width, operator.outputs
     # Plain captures: a tracer follows functions and numbers, not an object of ours.
     fwd_op, bwd_op, eager_forward = operator.fwd_op, operator.bwd_op, operator.forward
@@ -260,14 +260,16 @@ def _recompute_function(operator: Operator) -> type[torch.autograd.Function]:
             return (*needed, *[None] * (len(args) - width))
 
         @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return _merged_call(operator, Eager, info.batch_size, in_dims, args, False)
+
+    class Eager(Recompute):
+        # Dynamo does not trace a Function that defines `jvp`, not even one that refuses.
+        @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> NoReturn:
             refuse_forward_mode(name)
 
-        @staticmethod
-        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return _merged_call(operator, Recompute, info.batch_size, in_dims, args, False)
-
-    return Recompute
+    return Recompute, Eager
 
 
 def _merged_call(
