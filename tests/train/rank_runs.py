@@ -19,13 +19,16 @@ LIMIT = 240  # imports of four ranks on a machine that is busy otherwise
 def torchrun(
     corpus: Path, out: Path, ranks: int, *more: str, restarts: int = 0
 ) -> subprocess.Popen[str]:
-    """Start `torchrun -m anymamba train --resume`; its words go to a file beside the run."""
+    """Start `torchrun -m anymamba train RECIPE --resume`; its words go to a file beside the run."""
+    # With a recipe --resume may begin a run: torchrun restarts a command as it was given.
+    recipe = out.with_suffix(".toml")
+    recipe.write_text("")
     sets = [word for text in tiny_overrides(corpus, out, *more) for word in ("--set", text)]
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
         *("--standalone", "--local-addr", "127.0.0.1"),
         *("--nproc-per-node", str(ranks), "--max-restarts", str(restarts)),
-        *("-m", "anymamba", "train", *sets, "--resume"),
+        *("-m", "anymamba", "train", str(recipe), *sets, "--resume"),
     ]
     path = os.pathsep.join(place for place in sys.path if place)
     environment = os.environ | {

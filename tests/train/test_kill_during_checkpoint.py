@@ -33,7 +33,7 @@ def test_twenty_kills_during_checkpointing_lose_no_checkpoint(tmp_path):
     out, draw = tmp_path / "run", random.Random(0)
     saved, reached = CheckpointFolder(out / "checkpoints"), 0
     for _ in range(KILLS):
-        process = start(corpus, out, *more, resume=True)
+        process = start(corpus, out, *more, resume=(out / "recipe.toml").exists())
         wait_for_work(saved.folder, process, out)
         time.sleep(draw.uniform(0.0, 0.15))
         process.kill()
