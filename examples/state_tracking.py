@@ -12,7 +12,7 @@ docs/evidence.md says where the setting differs from the paper's, and what came 
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -249,7 +249,8 @@ def train_cell(
         return loss_of(model, task, seed, step, size.steps)
 
     def judged() -> am.MambaLM:
-        return mean.module if averaged > 1 and mean.n_averaged > 0 else model
+        has_mean = averaged > 1 and mean.n_averaged > 0
+        return cast("am.MambaLM", mean.module) if has_mean else model
 
     history = train(
         run,
