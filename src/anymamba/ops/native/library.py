@@ -53,20 +53,20 @@ def native_status() -> NativeStatus:
     """
     choice, file = settings.current().native, settings.current().native_library
     found = load(file)
+    off = "the setting native=off (ANYMAMBA_NATIVE) turns the CPU kernels off"
     if isinstance(found, str):
-        return NativeStatus(None, (), None, found)
-    available = tuple(found.variants)
+        return NativeStatus(None, (), None, off if choice == "off" else found)
+    available, threading = tuple(found.variants), found.threading
     if choice == "off":
-        why_not = "the setting native=off (ANYMAMBA_NATIVE) turns the CPU kernels off"
-        return NativeStatus(None, available, found.threading, why_not)
+        return NativeStatus(None, available, threading, off)
     if choice != "auto" and choice not in available:
         why_not = (
             f"the setting native={choice} (ANYMAMBA_NATIVE) names an instruction set that this "
             f"machine or build does not have; it has {', '.join(available)}"
         )
-        return NativeStatus(None, available, found.threading, why_not)
+        return NativeStatus(None, available, threading, why_not)
     variant = available[-1] if choice == "auto" else choice
-    return NativeStatus(variant, available, found.threading, None)
+    return NativeStatus(variant, available, threading, None)
 
 
 @functools.cache
