@@ -6,8 +6,9 @@ from torch.autograd import forward_ad
 
 from anymamba.errors import BackendError
 from anymamba.nn import Mamba, Mamba2, Mamba3
-from anymamba.ops import quaternion_multiply, rotate_blocks, rotate_pairs
+from anymamba.ops import quaternion_multiply, rotate_blocks, rotate_pairs, ssd_core
 from anymamba.ops.norm.blocked import RMS_NORM
+from anymamba.ops.ssd.schema import SSD_CORE
 from laws import assert_same, randn
 
 # torch scripts its own forward-mode rules when the first one is used.
@@ -80,3 +81,15 @@ def test_quaternions_have_a_forward_mode():
     q = randn(3, 2, 4, seed=2)
     assert_tangent_is_right(rotate_blocks, (randn(3, 11, seed=1), q))
     assert_tangent_is_right(quaternion_multiply, (randn(3, 2, 4, seed=3), q))
+
+
+def test_calls_that_nobody_differentiates_need_no_function(monkeypatch):
+    """Without gradients the bodies are called as they are; dual numbers are still refused."""
+    shapes = (1, 5, 1, 2, 4), (1, 5, 2), (1, 5, 1, 1, 3), (1, 5, 1, 1, 3)
+    tensors = [-randn(*shape, seed=1).abs() for shape in shapes]
+    want = ssd_core(*(x.clone().requires_grad_() for x in tensors)).y_bsmhp.detach()
+    refused = pytest.raises(BackendError, match="no forward-mode")
+    with forward_ad.dual_level(), torch.no_grad(), refused:
+        ssd_core(forward_ad.make_dual(tensors[0], tensors[0]), *tensors[1:])
+    monkeypatch.setattr(SSD_CORE, "function", None)
+    assert torch.equal(ssd_core(*tensors).y_bsmhp, want)

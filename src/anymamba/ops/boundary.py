@@ -105,7 +105,7 @@ class Operator:
             return _as_tuple(self.fwd_op(*args))
         if torch.compiler.is_compiling():
             return self.traced.apply(*_distinct(args))
-        return self.function.apply(*args)
+        return self.function.apply(*args) if _is_watched(tracks) else self.forward(*args)
 
     def _fake_backward(self, *args: Any) -> Tensors:
         tensors = args[self.outputs : self.outputs + self.width]
@@ -127,6 +127,19 @@ class Operator:
         """Split a backward's arguments into output gradients, tensors and constants."""
         middle = self.outputs + self.width
         return args[: self.outputs], args[self.outputs : middle], args[middle:]
+
+
+def _is_watched(tracks: bool) -> bool:
+    """Say whether a derivative or a map may ask for the Function behind a call.
+
+    Nobody else needs one, and it costs: torch inspects the signature of its forward in every call,
+    with caches that the kernel before has filled with other things.
+    """
+    return (
+        tracks
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def refuse_forward_mode(name: str) -> NoReturn:
@@ -187,7 +200,8 @@ def _choosing(
 def _recompute_functions(operator: Operator) -> tuple[type[torch.autograd.Function], ...]:
     width, outputs = operator.width, operator.outputs
     # Plain captures: a tracer follows functions and numbers, not an object of ours.
-    fwd_op, bwd_op, eager_forward = operator.fwd_op, operator.bwd_op, operator.forward
+    fwd_op, bwd_op = operator.fwd_op, operator.bwd_op
+    eager_forward, eager_backward = operator.forward, operator.backward
     name = operator.name
 
     def save(ctx: Any, inputs: Sequence[Any], tensors: int) -> None:
@@ -249,8 +263,13 @@ def _recompute_functions(operator: Operator) -> tuple[type[torch.autograd.Functi
         def backward(ctx: Any, *grads: Tensor) -> Any:
             args = load(ctx, width)
             guard(name, **{f"grad_out_{place}": grad for place, grad in enumerate(grads)})
-            # Dynamo cannot trace a Function inside a backward; the bare operator is enough there.
-            body = bwd_op if torch.compiler.is_compiling() else Backward.apply
+            if torch.compiler.is_compiling():
+                # Dynamo cannot trace a Function inside a backward; the bare operator is enough.
+                body = bwd_op
+            else:
+                # Gradients are enabled here when this backward will be differentiated.
+                watched = _is_watched(torch.is_grad_enabled())
+                body = Backward.apply if watched else eager_backward
             result = _as_tuple(body(*(grad.contiguous() for grad in grads), *args))
             guard(name, **{f"grad_in_{place}": grad for place, grad in enumerate(result)})
             needed = [
