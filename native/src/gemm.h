@@ -181,4 +181,17 @@ ANYMAMBA_INLINE void transpose_block(const float *from, int64_t from_stride, flo
     for (int64_t row = 0; row < kWidth; ++row) store(to + row * to_stride, rows[row]);
 }
 
+// The sums over lanes of kWidth vectors that lie one after the other, as one vector.
+ANYMAMBA_INLINE Vec sum_lanes_of_each(const float *from) {
+    Vec rows[kWidth];
+#pragma GCC unroll 16
+    for (int64_t row = 0; row < kWidth; ++row) rows[row] = load(from + row * kWidth);
+    exchange<kWidth / 2>(rows);
+#pragma GCC unroll 4
+    for (int64_t half = kWidth / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+        for (int64_t row = 0; row < half; ++row) rows[row] += rows[row + half];
+    return rows[0];
+}
+
 }  // namespace anymamba::ANYMAMBA_VARIANT

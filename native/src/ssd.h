@@ -35,6 +35,13 @@ ANYMAMBA_INLINE int64_t first_step(const anymamba_tensor &of, const Chunk &chunk
     return chunk.row * of.stride[0] + chunk.start * of.stride[1] + head * of.stride[2];
 }
 
+ANYMAMBA_INLINE Rows step_rows(const anymamba_tensor &of, const Chunk &chunk, int64_t head) {
+    Rows rows;
+    rows.tensor = &of;
+    rows.first = first_step(of, chunk, head);
+    return rows;
+}
+
 // The decay and the weights of one head in one chunk, as numbers per position (README section 5).
 // cum is kept in two parts, multiples of 1/64 and rests, so that the difference of two neighbours
 // stays exact behind a stretch of strong decay.

@@ -8,6 +8,8 @@
 
 namespace anymamba::ANYMAMBA_VARIANT::ssd {
 
+constexpr int64_t kLine = 16;  // numbers in a line of cache
+
 struct AdjointBuffers {
     // Of a group. Panels over the state: [panel][position][kPanel].
     float *b, *c;
@@ -20,7 +22,9 @@ struct AdjointBuffers {
     float *grad_y, *grad_y_grown, *v_faded, *grad_v;
     // Panels over positions, [panel][width][kPanel].
     float *v_turned, *grad_v_turned;
-    float *read;    // [position][kWidth]: what a target sends to the decays before it, unsummed
+    // [position][kWidth], unsummed: what a target reads of the earlier state, and what crosses a
+    // step inside the chunk.
+    float *read, *crossed;
     float *left;    // what a source sends to its scale from behind the chunk
     float *across;  // running sums of the crossings over targets
     float *grad_da, *grad_scale, *grad_own;
@@ -42,6 +46,7 @@ struct AdjointBuffers {
         v_turned = carver.floats(positions * width);
         grad_v_turned = carver.floats(positions * width);
         read = carver.floats(positions * kWidth);
+        crossed = carver.floats(positions * kWidth);
         left = carver.floats(positions);
         across = carver.floats(positions);
         grad_da = carver.floats(positions);
@@ -252,6 +257,9 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
     Vec kept = Vec{};
     for (int64_t place = 0; place < positions * kWidth; place += kWidth)
         store(buffers.read + place, Vec{});
+    // The state was written a segment ago and has left the second cache since.
+    const int64_t share = ceil_div(sizes.width, positions) * kPanel;
+    const float *fetched = state, *const end = state + state_panels() * sizes.width * kPanel;
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
         const float *grad = grad_state + panel * sizes.width * kPanel;
         float *to_b = sums.grad_b + panel * sums.panel_stride;
@@ -262,6 +270,9 @@ inline float Adjoint::back_through_state(const float *state, float *grad_state, 
                                    sizes.width);
             store_tile(at, sums.stride, tile);
             ahead.step(rows.value);
+            const float *stop = fetched + rows.value * share;
+            for (; fetched < stop && fetched < end; fetched += kLine)
+                __builtin_prefetch(fetched, 0, 2);
         });
     }
     for (int64_t panel = 0; panel < state_panels(); ++panel) {
@@ -333,11 +344,8 @@ inline void Adjoint::back_to_decay(float kept) const {
     for (int64_t source = 0; source < padded; source += kWidth) store(across + source, Vec{});
     IntVec lanes;
     for (int64_t lane = 0; lane < kWidth; ++lane) lanes[lane] = (int32_t)lane;
-    float later = kept;
     for (int64_t step = chunk.steps - 1; step >= 0; --step) {
         const int64_t first = step * sizes.rank;
-        for (int64_t q = 0; q < sizes.rank; ++q)
-            later += sum_lanes(load(buffers.read + (first + q) * kWidth));
         Vec sum = Vec{};
         for (int64_t source = 0; source < first; source += kWidth) {
             const IntVec is_earlier = lanes + (int32_t)source < (int32_t)first;
@@ -349,7 +357,18 @@ inline void Adjoint::back_to_decay(float kept) const {
             store(across + source, running);
             sum += select(is_earlier, running * load(decay.scale + source), Vec{});
         }
-        grad_da[step] = later + sum_lanes(sum);
+        store(buffers.crossed + step * kWidth, sum);
+    }
+    // Behind the last position and the last step the sums are of nothing, and nobody reads them.
+    for (int64_t place = 0; place < positions; place += kWidth)
+        store(buffers.read + place, sum_lanes_of_each(buffers.read + place * kWidth));
+    for (int64_t step = 0; step < chunk.steps; step += kWidth)
+        store(grad_da + step, sum_lanes_of_each(buffers.crossed + step * kWidth));
+    float later = kept;
+    for (int64_t step = chunk.steps - 1; step >= 0; --step) {
+        for (int64_t f = step * sizes.rank; f < (step + 1) * sizes.rank; ++f)
+            later += buffers.read[f];
+        grad_da[step] += later;
     }
     float earlier = 0.0f;
     for (int64_t step = 0; step < chunk.steps; ++step) {

@@ -184,9 +184,18 @@ Ahead Backward::look_ahead(const Block &block, int64_t place, const Piece &piece
     const auto add_head = [&](const anymamba_tensor &of) {
         ahead.add(Rows(of, chunk, sizes.rank, head), 1, sizes.width);
     };
+    // One line has these of a whole block of heads.
+    const auto add_steps = [&](const StepTensors &of) {
+        const anymamba_tensor *const all[] = {&of.da, &of.scale, &of.own};
+        for (const anymamba_tensor *each : all)
+            if (!stays && sizes.rank == 1 && each->stride[1] != 0)
+                ahead.add(step_rows(*each, chunk, head), 1, block.heads);
+    };
     add_group(tensors.b);
     add_head(tensors.v);
+    add_steps(tensors.steps);
     if (!walks) return ahead;
+    add_steps(tensors.grad_steps);
     add_group(tensors.c);
     add_head(tensors.grad_y);
     add_head(tensors.grad_v);

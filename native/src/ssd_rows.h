@@ -75,7 +75,7 @@ class Ahead {
         ++stream_;
     }
 
-    static constexpr int64_t kStreams = 8;
+    static constexpr int64_t kStreams = 16;
     Stream streams_[kStreams];
     int64_t positions_, work_;
     int64_t count_ = 0, requests_ = 0, due_ = 0;

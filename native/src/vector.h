@@ -9,7 +9,7 @@
 
 #include "variant.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -117,31 +117,53 @@ ANYMAMBA_INLINE float sum_lanes(Vec value) {
     return lanes[0];
 }
 
-// exp to about one unit in the last place over the whole range: 0 below -104, infinity above 88.73,
-// NaN stays NaN. x = n ln2 + f with |f| <= ln2 / 2, exp(f) by its Taylor polynomial of degree 7
-// (remainder 2e-9 relative), 2^n in two factors so that subnormal results are reached, not flushed.
-ANYMAMBA_INLINE Vec exp(Vec x) {
-    const Vec low = splat(-104.0f), high = splat(89.0f);
-    Vec y = select(x < low, low, x);
-    y = select(y > high, high, y);
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-    const Vec shifted = y * 1.44269504088896341f + magic;
-    const Vec n = shifted - magic;
-    Vec f = y - n * 0.693145751953125f;  // the leading bits of ln2, exact times n
-    f = f - n * 1.42860682030941723e-6f;
+// exp(f) for |f| <= ln2 / 2 by its Taylor polynomial of degree 7 (remainder 2e-9 relative).
+ANYMAMBA_INLINE Vec exp_fraction(Vec f) {
     Vec p = splat(1.9841270e-4f);
     p = p * f + 1.3888889e-3f;
     p = p * f + 8.3333333e-3f;
     p = p * f + 4.1666667e-2f;
     p = p * f + 1.6666667e-1f;
     p = p * f + 0.5f;
-    p = p * f * f + f + 1.0f;
+    return p * f * f + f + 1.0f;
+}
+
+// x - n ln2, with the leading bits of ln2 apart: exact times n.
+ANYMAMBA_INLINE Vec without_powers(Vec x, Vec n) {
+    const Vec f = x - n * 0.693145751953125f;
+    return f - n * 1.42860682030941723e-6f;
+}
+
+// exp to about one unit in the last place over the whole range: 0 below -104, infinity above 88.73,
+// NaN stays NaN. x = n ln2 + f, and 2^n is multiplied so that subnormal results are reached, not
+// flushed.
+#if defined(__AVX512F__)
+ANYMAMBA_INLINE Vec exp(Vec x) {
+    // With a mask of all lanes, because GCC 12 warns of its own header without one.
+    constexpr __mmask16 all = 0xFFFF;
+    // Of two operands of which one is NaN, both instructions return the second.
+    const Vec low = (Vec)_mm512_maskz_max_ps(all, (__m512)splat(-104.0f), (__m512)x);
+    const Vec y = (Vec)_mm512_maskz_min_ps(all, (__m512)splat(89.0f), (__m512)low);
+    const Vec n = (Vec)_mm512_maskz_roundscale_ps(all, (__m512)(y * 1.44269504088896341f),
+                                                  _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec p = exp_fraction(without_powers(y, n));
+    return (Vec)_mm512_maskz_scalef_ps(all, (__m512)p, (__m512)n);
+}
+#else
+ANYMAMBA_INLINE Vec exp(Vec x) {
+    const Vec low = splat(-104.0f), high = splat(89.0f);
+    Vec y = select(x < low, low, x);
+    y = select(y > high, high, y);
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const Vec shifted = y * 1.44269504088896341f + magic;
+    const Vec p = exp_fraction(without_powers(y, shifted - magic));
     const IntVec whole = (IntVec)shifted - (IntVec)magic;
     const IntVec half = whole >> 1;
     const Vec first = (Vec)((half + 127) << 23);
     const Vec second = (Vec)((whole - half + 127) << 23);
     return select(x == x, p * first * second, x);
 }
+#endif
 
 ANYMAMBA_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
