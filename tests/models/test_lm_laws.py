@@ -155,7 +155,7 @@ def test_step_in_place_refuses_growing_caches():
 @pytest.mark.parametrize("packed", [None, "cu_seqlens", "seq_idx"])
 def test_loss_in_pieces_equals_cross_entropy(name, packed, monkeypatch):
     """Value and gradients are those of the full logits; no prediction crosses a border."""
-    monkeypatch.setattr("anymamba.models.loss.PIECE_ELEMENTS", 1)
+    monkeypatch.setattr("anymamba.ops.loss.api.PIECE_BYTES", 1)
     lm, ids = model(name), tokens(1 if packed == "cu_seqlens" else 3, 40)
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
     options = {}

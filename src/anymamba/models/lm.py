@@ -11,6 +11,7 @@ from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
 from anymamba.models.config import MambaConfig
 from anymamba.models.decoder import native_refusal, native_step_, unchanged
 from anymamba.models.loss import (
+    embed,
     head_loss_sum,
     logits_loss_sum,
     mean_loss,
@@ -282,8 +283,7 @@ class MambaLM(nn.Module):
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         if targets_bs is None:
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
-        total = self._loss_sum(self._outputs(ids_bs, how), targets_bs)
-        return mean_loss(total, targets_bs)
+        return mean_loss(self._total(ids_bs, targets_bs, how), targets_bs)
 
     def prefill_loss(
         self,
@@ -304,8 +304,13 @@ class MambaLM(nn.Module):
         if targets_bs is None:
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        hidden_bsd, new = self._hidden(ids_bs, cache, how)
-        total = self._loss_sum(hidden_bsd, targets_bs)
+        where = "MambaLM"
+        self._check_ids(where, ids_bs, 2)
+        if cache is not None:
+            self._check_cache(where, cache)
+        x_bsd, weight_wd = embed(self.backbone.embedding, self.lm_head, ids_bs)
+        hidden_bsd, new = self.backbone.sequence(x_bsd, cache, how, None)
+        total = self._loss_sum(hidden_bsd, weight_wd, targets_bs)
         return LmLoss(mean_loss(total, targets_bs), new)
 
     def loss_sum(
@@ -323,7 +328,7 @@ class MambaLM(nn.Module):
         Sums of parts add up to that of the whole, means do not: see `LanguageLoss`.
         """
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        return self._loss_sum(self._outputs(ids_bs, how), targets_bs)
+        return self._total(ids_bs, targets_bs, how)
 
     def empty_cache(
         self,
@@ -349,7 +354,15 @@ class MambaLM(nn.Module):
         """Name the family and the vocabulary."""
         return f"family={self.config.layer}, vocab_size={self.config.vocab_size}"
 
-    def _loss_sum(self, hidden_bsd: Tensor, targets_bs: Tensor) -> Tensor:
+    def _total(self, ids_bs: Tensor, targets_bs: Tensor, how: dict[str, Any]) -> Tensor:
+        """Return the summed loss of whole sequences."""
+        self._check_ids("MambaLM", ids_bs, 2)
+        x_bsd, weight_wd = embed(self.backbone.embedding, self.lm_head, ids_bs)
+        return self._loss_sum(self.backbone.outputs(x_bsd, how, None), weight_wd, targets_bs)
+
+    def _loss_sum(self, hidden_bsd: Tensor, weight_wd: Tensor | None, targets_bs: Tensor) -> Tensor:
+        if weight_wd is not None:
+            return head_loss_sum(hidden_bsd, weight_wd, targets_bs)
         # Piece by piece there is no bias: official heads have none, a head put in later may.
         if is_plain(self.lm_head, nn.Linear) and self.lm_head.bias is None:
             return head_loss_sum(hidden_bsd, self.lm_head.weight, targets_bs)

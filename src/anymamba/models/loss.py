@@ -2,14 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from anymamba.ops import IGNORE, head_cross_entropy
+from anymamba.nn import is_plain
+from anymamba.ops import IGNORE, head_cross_entropy, tied_embedding
 
-__all__ = ["head_loss_sum", "logits_loss_sum", "mean_loss", "next_token_targets"]
-
-# Logits alive at a time: 64 MB of float32.
-PIECE_ELEMENTS = 2**24
+__all__ = ["embed", "head_loss_sum", "logits_loss_sum", "mean_loss", "next_token_targets"]
 
 
 def next_token_targets(
@@ -34,6 +32,21 @@ def next_token_targets(
     return targets_bs
 
 
+def embed(embedding: nn.Module, head: nn.Module, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the looked-up rows, and the weight for `head_loss_sum` if embedding and head share it.
+
+    None where the head has a weight of its own, or either is not a plain module and must be called.
+    """
+    if not (is_plain(embedding, nn.Embedding) and is_plain(head, nn.Linear)):
+        return embedding(ids_bs), None
+    is_shared = embedding.weight is head.weight and head.bias is None
+    options = (embedding.padding_idx, embedding.max_norm)
+    is_usual = options == (None, None) and not (embedding.scale_grad_by_freq or embedding.sparse)
+    if not (is_shared and is_usual and isinstance(embedding.weight, Tensor)):
+        return embedding(ids_bs), None
+    return tied_embedding(ids_bs, embedding.weight)
+
+
 def head_loss_sum(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> Tensor:
     """Return the summed cross-entropy of `hidden @ weight^T`, piece by piece.
 
@@ -45,9 +58,8 @@ def head_loss_sum(hidden_bsd: Tensor, weight_wd: Tensor, targets_bs: Tensor) -> 
         weight_wd: the head's weight, one row per token.
         targets_bs: the token each position predicts.
     """
-    rows = max(16, PIECE_ELEMENTS // weight_wd.shape[0])
     targets_s = targets_bs.flatten().to(torch.int64)
-    return head_cross_entropy(hidden_bsd.flatten(0, 1), weight_wd, targets_s, rows=rows)
+    return head_cross_entropy(hidden_bsd.flatten(0, 1), weight_wd, targets_s)
 
 
 def logits_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from anymamba.ops.conv import (
     causal_conv1d_step,
     extend_row,
 )
+from anymamba.ops.embedding import tied_embedding
 from anymamba.ops.half_linear import linear
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
 from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
@@ -76,6 +77,7 @@ from anymamba.ops.ssd import (
     ssd_core,
     ssd_step,
 )
+from anymamba.ops.step_size import step_size
 from anymamba.ops.tail import gated_product, gated_tail
 from anymamba.ops.trapezoid import (
     PATHWAYS,
@@ -171,6 +173,8 @@ __all__ = [
     "ssd",
     "ssd_core",
     "ssd_step",
+    "step_size",
+    "tied_embedding",
     "trapezoid_coefficients",
     "trapezoid_fixed_point",
     "trapezoid_scan",

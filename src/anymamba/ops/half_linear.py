@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymamba.ops.numerics import full_precision
 
-__all__ = ["as_autocast", "for_product", "is_traced", "linear"]
+__all__ = ["as_autocast", "is_traced", "linear", "product_dtype"]
 
 # Below this many rows torch's product of a half matrix and a vector reads fewer bytes.
 _ROWS = 4
@@ -65,22 +65,22 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
 
 
-def for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as autocast gives them to a matrix product, or in float32.
+def product_dtype(*tensors: Tensor) -> torch.dtype | None:
+    """Return the dtype in which the tensors are multiplied: what autocast wants, or their own.
 
-    The latter where the device has no product for what autocast wants: nothing is rounded first.
+    Float32 where the device has no product for that: nothing is rounded first. None where autocast
+    is off and the dtypes differ, which is for the caller to refuse.
 
     Example:
-        >>> for_product(torch.ones(2))[0].dtype
+        >>> product_dtype(torch.ones(2))
         torch.float32
     """
     narrow = _autocast_dtype(*tensors)
-    # Tensors of different dtypes are for the caller to refuse.
     if narrow is None and len({t.dtype for t in tensors}) == 1:
         narrow = tensors[0].dtype
-    if narrow is None or not lacks_product(tensors[0].device, narrow):
-        return as_autocast(*tensors)
-    return tuple(t.float() for t in tensors)
+    if narrow is not None and lacks_product(tensors[0].device, narrow):
+        return torch.float32
+    return narrow
 
 
 def is_traced() -> bool:

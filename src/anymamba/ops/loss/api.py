@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymamba.errors import BackendError, ConfigError, DeviceError, DtypeError, ShapeError
 from anymamba.ops.checks import check_floats, guard
-from anymamba.ops.half_linear import as_autocast, for_product, is_traced
+from anymamba.ops.half_linear import as_autocast, is_traced, product_dtype
 from anymamba.ops.loss.head import HeadLoss, checkpointed_loss, sum_of_losses
 from anymamba.ops.loss.reference import cross_entropy_reference
 from anymamba.ops.loss.schema import CROSS_ENTROPY_ROWS
@@ -17,6 +17,10 @@ from anymamba.ops.loss.targets import IGNORE, check_entries
 from anymamba.ops.select import select_impl
 
 __all__ = ["IGNORE", "cross_entropy_rows", "head_cross_entropy"]
+
+
+# Logits of a head that are alive at a time.
+PIECE_BYTES = 64 * 2**20
 
 
 def cross_entropy_rows(logits_sw: Tensor, targets_s: Tensor, *, impl: str = "auto") -> Tensor:
@@ -58,7 +62,12 @@ def cross_entropy_rows(logits_sw: Tensor, targets_s: Tensor, *, impl: str = "aut
 
 
 def head_cross_entropy(
-    hidden_sd: Tensor, weight_wd: Tensor, targets_s: Tensor, *, rows: int = 256, impl: str = "auto"
+    hidden_sd: Tensor,
+    weight_wd: Tensor,
+    targets_s: Tensor,
+    *,
+    rows: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """Return the summed cross-entropy of `hidden @ weight^T`, without ever holding all logits.
 
@@ -70,7 +79,7 @@ def head_cross_entropy(
         hidden_sd: normalised hidden states.
         weight_wd: the head's weight, one row per token.
         targets_s: the token each row predicts; -100 does not count.
-        rows: rows of logits that are alive at a time; positive.
+        rows: rows of logits that are alive at a time; positive. As many as 64 MB hold by default.
         impl: "auto", "portable", "native" or "reference".
 
     Returns:
@@ -93,11 +102,12 @@ def head_cross_entropy(
             f"{where}: hidden (s, d) and weight (w, d) must share their last axis; "
             f"got {tuple(hidden_sd.shape)} and {tuple(weight_wd.shape)}."
         )
-    if rows < 1:
+    if rows is not None and rows < 1:
         raise ConfigError(f"{where}: rows must be positive; got {rows}.")
-    convert = as_autocast if impl == "reference" else for_product
-    hidden_sd, weight_wd = convert(hidden_sd, weight_wd)
-    check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
+    hidden_sd, weight_wd = _for_head(where, hidden_sd, weight_wd, impl)
+    if rows is None:
+        row_bytes = max(1, weight_wd.shape[0]) * hidden_sd.element_size()
+        rows = max(16, PIECE_BYTES // row_bytes)
     _check_targets(where, targets_s, hidden_sd, weight_wd.shape[0])
     guard(where, hidden=hidden_sd, weight=weight_wd)
     kernel = select_impl(where, impl, CROSS_ENTROPY_ROWS, (hidden_sd,))
@@ -115,6 +125,20 @@ def head_cross_entropy(
             hidden_sd, weight_wd, targets_s, rows, kernel
         )
     return sum_of_losses(hidden_sd, weight_wd, targets_s, rows, kernel)
+
+
+def _for_head(where: str, hidden_sd: Tensor, weight_wd: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """Return both as they are multiplied; a float32 weight is narrowed later, without a graph."""
+    dtype = product_dtype(hidden_sd, weight_wd)
+    if impl == "reference" or dtype is None:
+        hidden_sd, weight_wd = as_autocast(hidden_sd, weight_wd)
+        check_floats(where, {"hidden": hidden_sd, "weight": weight_wd})
+        return hidden_sd, weight_wd
+    hidden_sd = hidden_sd.to(dtype)
+    if weight_wd.dtype != torch.float32:
+        weight_wd = weight_wd.to(dtype)
+    check_floats(where, {"hidden": hidden_sd}, {"weight": weight_wd})
+    return hidden_sd, weight_wd
 
 
 def _check_targets(where: str, targets_s: Tensor, like: Tensor, entries: int) -> None:

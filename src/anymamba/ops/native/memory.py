@@ -52,7 +52,11 @@ def new_tensor(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = N
         torch.Size([3, 4])
     """
     tensor = like.new_empty(shape, dtype=dtype or like.dtype)
-    if tensor.nbytes < _HAS_LARGE_PAGES or (advise := _madvise()) is None:
+    if (
+        tensor.device.type != "cpu"
+        or tensor.nbytes < _HAS_LARGE_PAGES
+        or (advise := _madvise()) is None
+    ):
         return tensor
     # Whole pages only. A refusal (a kernel without large pages) leaves small ones, which serve.
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
