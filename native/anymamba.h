@@ -66,6 +66,8 @@ ANYMAMBA_EXPORT const char *anymamba_threading(void);
     X(tail_forward)         \
     X(tail_backward)        \
     X(loss_rows)            \
+    X(step_size_forward)    \
+    X(step_size_backward)   \
     X(decode)               \
     X(keys_forward)         \
     X(keys_backward)

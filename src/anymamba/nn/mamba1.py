@@ -19,6 +19,7 @@ from anymamba.ops import (
     selective_scan,
     selective_scan_step,
     softplus,
+    step_size,
 )
 
 __all__ = ["Mamba"]
@@ -164,7 +165,7 @@ class Mamba(Block[Mamba1Cache]):
             )
         x_bsi, z_bsi = project(self.in_proj, u_bsd).chunk(2, dim=-1)
         x_bsi, conv_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, cu_seqlens, impl=impl)
-        dt_bsi, b_bsr, c_bsr = self._project(x_bsi)
+        dt_bsi, b_bsr, c_bsr = self._project(x_bsi, impl)
         y_bsi, ssm_bir = selective_scan(
             x_bsi,
             dt_bsi,
@@ -182,7 +183,7 @@ class Mamba(Block[Mamba1Cache]):
     def _token(self, u_bd: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache]:
         x_bi, z_bi = project(self.in_proj, u_bd).chunk(2, dim=-1)
         x_bi, conv_bik = convolve_token(self.conv1d, x_bi, cache.conv_bik)
-        dt_bi, b_br, c_br = self._project(x_bi)
+        dt_bi, b_br, c_br = self._project(x_bi, "portable")
         y_bi, ssm_bir = selective_scan_step(
             x_bi,
             dt_bi,
@@ -194,7 +195,7 @@ class Mamba(Block[Mamba1Cache]):
         )
         return project(self.out_proj, y_bi * F.silu(z_bi)), Mamba1Cache(conv_bik, ssm_bir)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return dt in the accumulate dtype, B and C."""
         raw, b, c = project(self.x_proj, x).split(
             [self.dt_rank, self.d_state, self.d_state], dim=-1
@@ -202,10 +203,8 @@ class Mamba(Block[Mamba1Cache]):
         if self.bcdt_rms_eps is not None:
             eps = self.bcdt_rms_eps
             raw, b, c = (rms_norm(y, y.new_ones(y.shape[-1]), eps=eps) for y in (raw, b, c))
-        compute = accumulate_dtype(x.dtype)
         if is_plain(self.dt_proj, nn.Linear):
             # The bias is large beside the product: add it in full precision.
-            raw_dt = linear(raw, self.dt_proj.weight).to(compute) + self.dt_proj.bias.to(compute)
-        else:
-            raw_dt = self.dt_proj(raw).to(compute)
-        return softplus(raw_dt), b, c
+            raw_dt = linear(raw, self.dt_proj.weight)
+            return step_size(raw_dt, self.dt_proj.bias, impl=impl), b, c
+        return softplus(self.dt_proj(raw).to(accumulate_dtype(x.dtype))), b, c
