@@ -68,6 +68,8 @@ ANYMAMBA_EXPORT const char *anymamba_threading(void);
     X(loss_rows)            \
     X(step_size_forward)    \
     X(step_size_backward)   \
+    X(values_forward)       \
+    X(values_backward)      \
     X(decode)               \
     X(keys_forward)         \
     X(keys_backward)

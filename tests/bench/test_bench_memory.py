@@ -3,6 +3,7 @@
 import pytest
 
 from anymamba.bench import memory_figures
+from anymamba.bench.peer_memory import PeerStep, peer_step
 from anymamba.models import MambaConfig
 
 WAYS = ("anymamba", "transformers", "anymamba, recomputing", "transformers, recomputing")
@@ -16,7 +17,6 @@ def config(layer):
 def test_every_way_has_the_same_loss_and_recomputing_holds_less(monkeypatch, layer):
     """Short for the plain ways, long for all; Mamba-3 has no peer and says so."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr("anymamba.bench.training_memory.MOST_SECONDS", float("inf"))
     found = list(memory_figures(["toy"], (16, 200), configs={"toy": config(layer)}))
     assert [x.way for x in found] == [*WAYS[:2], *WAYS]
     assert [x.length for x in found] == [16, 16, 200, 200, 200, 200]
@@ -32,14 +32,23 @@ def test_every_way_has_the_same_loss_and_recomputing_holds_less(monkeypatch, lay
 
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [("MOST_SECONDS", "would take"), ("MOST_SHARE", "would need")],
+    [("MOST_SECONDS", "was not over after"), ("MOST_SHARE", "needs more than")],
 )
-def test_a_peer_is_not_waited_for_for_ever(monkeypatch, limit, message):
-    """What is predicted from the short sequence to take too long or too much is left out."""
+def test_a_peer_gets_neither_all_time_nor_all_memory(monkeypatch, limit, message):
+    """What takes too long or too much has a row that says so, and the figures go on."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(f"anymamba.bench.training_memory.{limit}", 0.0)
+    monkeypatch.setattr(f"anymamba.bench.training_memory.{limit}", 0.001)
     found = list(memory_figures(["toy"], (16, 32), configs={"toy": config("Mamba2")}))
-    short, long = (next(x for x in found if x.length == n and x.way == WAYS[1]) for n in (16, 32))
-    assert short.peak is not None
-    assert long.peak is None
-    assert message in long.why_not
+    assert [x.way for x in found] == [*WAYS[:2], *WAYS]
+    for figure in found:
+        theirs = figure.way.startswith("transformers")
+        assert (figure.peak is None) == theirs
+        assert (message in figure.why_not) == theirs
+
+
+def test_a_peer_that_fails_otherwise_is_no_bound():
+    """An error that has nothing to do with memory is told as it is."""
+    pytest.importorskip("transformers")
+    step = PeerStep(config("Mamba2"), -1, False, 8 << 30, 1)
+    with pytest.raises(RuntimeError, match="a step of transformers failed"):
+        peer_step(step, 120.0)

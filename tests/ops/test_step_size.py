@@ -71,7 +71,8 @@ def test_extremes_equal_plain_torch(kind):
             leaf = x_sv.clone().requires_grad_()
             dt_sv = step_size(leaf, torch.zeros(6), impl=impl)
             (grad_sv,) = torch.autograd.grad(dt_sv, leaf, torch.ones_like(dt_sv))
-        assert dt_sv[0, 0].isnan() and grad_sv[0, 0].isnan()
+        assert dt_sv[0, 0].isnan()
+        assert grad_sv[0, 0].isnan()
         assert dt_sv[0, 1:5].tolist() == [torch.inf, 0, pytest.approx(3e38), 0]
         assert grad_sv[0, 1:].tolist() == [1, 0, 1, 0, 0.5]
 

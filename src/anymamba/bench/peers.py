@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anymamba.models import MambaLM
 from anymamba.nn import Mamba, Mamba2
 
-__all__ = ["ABSENT", "has_transformers", "their_lm", "their_mixer", "their_step"]
+__all__ = ["ABSENT", "has_transformers", "their_lm", "their_mixer", "their_step", "why_no_peer"]
 
 ABSENT = "transformers is not installed: pip install 'anymamba[bench]'"
 NO_MAMBA3 = "transformers has no Mamba-3"
@@ -66,12 +66,10 @@ def their_lm(lm: MambaLM) -> nn.Module | str:
     Args:
         lm: one of ours; all its layers of one family.
     """
+    if why_not := why_no_peer(lm):
+        return why_not
     layers: list[Any] = list(lm.backbone.layers)
     mixer = layers[0].mixer
-    if not isinstance(mixer, Mamba | Mamba2):
-        return NO_MAMBA3
-    if not has_transformers():
-        return ABSENT
     _quiet()
     from transformers import Mamba2ForCausalLM, MambaForCausalLM
 
@@ -83,6 +81,14 @@ def their_lm(lm: MambaLM) -> nn.Module | str:
     }
     model.load_state_dict(names)
     return model.to(lm.lm_head.weight.dtype).eval()
+
+
+def why_no_peer(lm: MambaLM) -> str:
+    """Return why transformers has no such language model, or nothing."""
+    layers: list[Any] = list(lm.backbone.layers)
+    if not isinstance(layers[0].mixer, Mamba | Mamba2):
+        return NO_MAMBA3
+    return "" if has_transformers() else ABSENT
 
 
 def _config(block: Mamba | Mamba2, layers: int, vocabulary: int) -> Any:

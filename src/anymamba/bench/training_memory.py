@@ -1,25 +1,22 @@
 """What a training step of a whole model holds at once, with and without recomputing its layers."""
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from anymamba.bench.lms import THEIR_LONGEST, prompt_ids, training_step
-from anymamba.bench.memory import peak_and_result
-from anymamba.bench.peers import their_lm
+from anymamba.bench.peer_memory import PeerStep, StepMemory, measure_step, peer_step
+from anymamba.bench.peers import why_no_peer
 from anymamba.models import MambaConfig, MambaLM, preset, recompute_layers
-from anymamba.nn import Mamba
 
 __all__ = ["TrainingMemory", "memory_figures"]
 
 # Longer than this a peer is not waited for, and more than this share of the memory it may not take.
-MOST_SECONDS = 60.0
-MOST_SHARE = 0.6
+MOST_SECONDS = 120.0
+MOST_SHARE = 0.8
 # Where the machine does not say how much memory is free.
 USUAL_BYTES = 8 * 2**30
 # Losses of the same tokens: rounding, through a stack of layers.
@@ -66,8 +63,8 @@ def memory_figures(
 
     Args:
         models: names of presets.
-        lengths: a short one, which tells whether a peer can do the other one too. Of Mamba-1 it is
-            at most `THEIR_LONGEST`.
+        lengths: a short one, which a peer can do, and another one. Of Mamba-1 the first is at most
+            `THEIR_LONGEST`.
         configs: other models than the presets of these names.
         tell: is told what happens.
     """
@@ -75,63 +72,36 @@ def memory_figures(
         config = (configs or {}).get(name) or preset(name)
         torch.manual_seed(0)
         lm = MambaLM(config)
-        theirs = their_lm(lm)
-        found: list[TrainingMemory] = []
         short = min(lengths[0], THEIR_LONGEST) if config.layer == "Mamba1" else lengths[0]
         for length in (short, lengths[1]):
-            ids_bs = prompt_ids(length, config.vocab_size)
             loss: float | None = None
             for way in WAYS[: 2 if length == short else 4]:
                 tell(f"memory of {name}, {length} tokens, {way}")
-                why_not = theirs if isinstance(theirs, str) else _hopeless(found, way, length, lm)
-                if way in THEIRS and why_not:
-                    found.append(TrainingMemory(name, length, way, None, 0.0, 0.0, why_not))
-                else:
-                    peak, seconds, value = _measure(_step(lm, theirs, way, ids_bs))
-                    loss = value if loss is None else loss
-                    error = abs(value - loss) / abs(loss)
-                    found.append(TrainingMemory(name, length, way, peak, seconds, error))
-                yield found[-1]
+                found = _theirs(lm, way, length) if way in THEIRS else _ours(lm, way, length)
+                if isinstance(found, str):
+                    yield TrainingMemory(name, length, way, None, 0.0, 0.0, found)
+                    continue
+                loss = found.loss if loss is None else loss
+                error = abs(found.loss - loss) / abs(loss)
+                yield TrainingMemory(name, length, way, found.peak, found.seconds, error)
 
 
-def _step(lm: MambaLM, theirs: Any, way: str, ids_bs: Tensor) -> Callable[[], Sequence[Tensor]]:
-    if way == "anymamba":
-        return training_step(lm, lambda: lm.loss(ids_bs))
+def _ours(lm: MambaLM, way: str, length: int) -> StepMemory:
+    ids_bs = prompt_ids(length, lm.config.vocab_size)
+    model = lm
     if way == "anymamba, recomputing":
-        again = copy.deepcopy(lm)
-        recompute_layers(again)
-        return training_step(again, lambda: again.loss(ids_bs))
-    # It recomputes in training mode only, which changes nothing else in these models.
+        model = copy.deepcopy(lm)
+        recompute_layers(model)
+    return measure_step(training_step(model, lambda: model.loss(ids_bs)))
+
+
+def _theirs(lm: MambaLM, way: str, length: int) -> StepMemory | str:
+    if why_not := why_no_peer(lm):
+        return why_not
+    limit = int(MOST_SHARE * _free_bytes())
     recomputes = way == "transformers, recomputing"
-    if recomputes:
-        theirs.gradient_checkpointing_enable({"use_reentrant": False})
-    theirs.train(recomputes)
-    return training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss)
-
-
-def _measure(run: Callable[[], Sequence[Tensor]]) -> tuple[int, float, float]:
-    """Return peak, seconds and loss of one step."""
-    start = time.perf_counter()
-    peak, results = peak_and_result(run)
-    return peak, time.perf_counter() - start, float(results[0])
-
-
-def _hopeless(found: Sequence[TrainingMemory], way: str, length: int, lm: MambaLM) -> str:
-    """Return why a peer is not tried at this length, or nothing."""
-    plain = [x for x in found if x.way == "transformers" and x.peak is not None]
-    if way not in THEIRS or not plain:
-        return ""
-    short = plain[0]
-    times = length / short.length
-    mixer: Any = next(iter(lm.backbone.layers)).mixer  # pyright: ignore[reportArgumentType]
-    # The backward of its Mamba-1 is quadratic: every token's slice has a gradient of full length.
-    seconds = short.seconds * times * (times if isinstance(mixer, Mamba) else 1.0)
-    if seconds > MOST_SECONDS:
-        return f"one step of {length} tokens would take {seconds / 60:.0f} minutes"
-    needed, free = (short.peak or 0) * times, _free_bytes()
-    if way == "transformers" and needed > MOST_SHARE * free:
-        return f"would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    return ""
+    step = PeerStep(lm.config, length, recomputes, limit, torch.get_num_threads())
+    return peer_step(step, MOST_SECONDS)
 
 
 def _free_bytes() -> float:

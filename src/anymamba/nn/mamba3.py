@@ -31,6 +31,7 @@ from anymamba.ops import (
     TrapezoidState,
     accumulate_dtype,
     gated_tail,
+    rank_values,
     trapezoid_coefficients,
     trapezoid_fixed_point,
     trapezoid_scan,
@@ -256,7 +257,7 @@ class Mamba3(Block[Mamba3Cache]):
         b_bsmhr, c_bsmhr, rotation = self._keys(
             b_bsmgr, c_bsmgr, turn, coefficients.dt, cache.rotation, impl, cu_seqlens
         )
-        v_bsmhp = self._values(x_bshp)
+        v_bsmhp = self._values(x_bshp, impl)
         y_bsmhp, state = trapezoid_scan(
             v_bsmhp,
             b_bsmhr,
@@ -359,14 +360,11 @@ class Mamba3(Block[Mamba3Cache]):
         bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (self.ngroups, -1))
         return (x_mg1r + bias_mger).to(x_mgr.dtype).flatten(-3, -2)
 
-    def _values(self, x_hp: Tensor) -> Tensor:
+    def _values(self, x_hp: Tensor, impl: str = "portable") -> Tensor:
         """Spread the values over the ranks: (..., m, h, p)."""
-        v_1hp = x_hp.unsqueeze(-3)
         if not self.is_mimo:
-            return v_1hp
-        # The product is laid out like its factors; from a transposed one the scan would copy it.
-        spread_mhp = self.mimo_x.transpose(0, 1).contiguous()
-        return (v_1hp * spread_mhp).to(x_hp.dtype)
+            return x_hp.unsqueeze(-3)
+        return rank_values(x_hp, self.mimo_x.transpose(0, 1), impl=impl)
 
     def _scan_state(self, cache: Mamba3Cache) -> TrapezoidState:
         return TrapezoidState(cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp))

@@ -37,6 +37,7 @@ from anymamba.ops.numerics import (
     softplus,
 )
 from anymamba.ops.packing import Packing, RowSegments, packing, segment_rows
+from anymamba.ops.ranks import rank_values
 from anymamba.ops.rotation import (
     PAIRINGS,
     AngleScan,
@@ -161,6 +162,7 @@ __all__ = [
     "quaternion_multiply",
     "quaternion_normalize",
     "quaternion_to_matrix",
+    "rank_values",
     "rms_norm",
     "rotate_blocks",
     "rotate_pairs",
