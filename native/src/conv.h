@@ -10,7 +10,6 @@ namespace anymamba::ANYMAMBA_VARIANT {
 
 constexpr int64_t kConvChannels = 256;
 constexpr int64_t kConvTokens = 256;
-constexpr int64_t kConvAhead = 6;  // tokens
 
 // The order of a call's input tensors; the backward has two gradients before them.
 struct ConvInputs {
@@ -140,18 +139,10 @@ struct Taps {
     }
 
     void push(int64_t row, int64_t token) {
-        fetch(row, smaller(token + kConvAhead, shape.length - 1));
         slide(read_row(in.x, offset(in.x, row, token), channels, next_slot()));
     }
 
    private:
-    // A token's channels of this block end before the hardware has seen that they are a stream.
-    void fetch(int64_t row, int64_t token) const {
-        const int64_t size = in.x.dtype == ANYMAMBA_FLOAT32 ? 4 : 2;
-        const char *from = static_cast<const char *>(in.x.data) + size * offset(in.x, row, token);
-        for (int64_t byte = 0; byte < size * channels; byte += 64)
-            __builtin_prefetch(from + byte);
-    }
     float *next_slot() {
         newest = newest + 1 == shape.width ? 0 : newest + 1;
         return scratch + newest * kConvChannels;
