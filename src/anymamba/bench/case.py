@@ -52,6 +52,8 @@ class Way(NamedTuple):
         turns: how often it runs where one run takes seconds, without being warmed up; 0 lets the
             clock decide.
         outside: computes in memory that torch's allocator does not see.
+        weighed: its memory is measured. Not where a run is a loop of a million small operations:
+            the profiler's record of each would be larger than what it records.
     """
 
     run: Callable[[], Sequence[Tensor]]
@@ -59,6 +61,7 @@ class Way(NamedTuple):
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     turns: int = 0
     outside: bool = False
+    weighed: bool = True
 
 
 # By column; a sentence instead of a way says why there is none.

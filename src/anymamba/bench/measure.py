@@ -95,6 +95,8 @@ def measure(case: Case, effort: Effort, tell: Callable[[str], None] = lambda _: 
 
 def _memory(way: Way) -> tuple[int, int]:
     """Return peak and bytes of the results; this also warms the way up."""
+    if not way.weighed:
+        return 0, 0
     with way.around():
         if not way.turns:
             way.run()

@@ -10,7 +10,7 @@ from anymamba.bench.blocks import LARGE, SMALL, block_cases
 from anymamba.bench.case import GROUPS, MODES, Case
 from anymamba.bench.decode import decode_figures
 from anymamba.bench.growth import growth_figures, thread_figures
-from anymamba.bench.lms import PUBLISHED, THEIR_LONGEST, lm_case
+from anymamba.bench.lms import PUBLISHED, lm_case
 from anymamba.bench.machine import Rates, describe_machine
 from anymamba.bench.measure import Effort, measure
 from anymamba.bench.operators import conv_cases, core_cases, scan_cases
@@ -19,7 +19,6 @@ from anymamba.bench.profile import profile_block
 from anymamba.bench.results import Report
 from anymamba.bench.training_memory import memory_figures
 from anymamba.errors import ConfigError
-from anymamba.models import preset
 
 __all__ = ["Suite", "run_suite", "suite_cases"]
 
@@ -104,8 +103,6 @@ def suite_cases(suite: Suite) -> Iterator[Case]:
                     yield lm_case(name, length, "forward", dtype=dtype)
     if "train" in suite.groups and "train" in modes:
         for name in suite.models:
-            if preset(name).layer == "Mamba1" and suite.prompts[0] > THEIR_LONGEST:
-                yield lm_case(name, THEIR_LONGEST, "train")
             for dtype in (torch.float32, narrow):
                 yield lm_case(name, suite.prompts[0], "train", dtype=dtype)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from anymamba.bench.lms import THEIR_LONGEST, prompt_ids, training_step
+from anymamba.bench.lms import prompt_ids, training_step
 from anymamba.bench.peer_memory import PeerStep, StepMemory, measure_step, peer_step
 from anymamba.bench.peers import why_no_peer
 from anymamba.models import MambaConfig, MambaLM, preset, recompute_layers
@@ -17,6 +17,7 @@ __all__ = ["TrainingMemory", "memory_figures"]
 # Longer than this a peer is not waited for, and more than this share of the memory it may not take.
 MOST_SECONDS = 120.0
 MOST_SHARE = 0.8
+MAMBA1_LENGTH = 64
 # Where the machine does not say how much memory is free.
 USUAL_BYTES = 8 * 2**30
 # Losses of the same tokens: rounding, through a stack of layers.
@@ -64,7 +65,7 @@ def memory_figures(
     Args:
         models: names of presets.
         lengths: a short one, which a peer can do, and another one. Of Mamba-1 the first is at most
-            `THEIR_LONGEST`.
+            64: a peer's loop over tokens has more operations than the profiler can keep.
         configs: other models than the presets of these names.
         tell: is told what happens.
     """
@@ -72,7 +73,7 @@ def memory_figures(
         config = (configs or {}).get(name) or preset(name)
         torch.manual_seed(0)
         lm = MambaLM(config)
-        short = min(lengths[0], THEIR_LONGEST) if config.layer == "Mamba1" else lengths[0]
+        short = min(lengths[0], MAMBA1_LENGTH) if config.layer == "Mamba1" else lengths[0]
         for length in (short, lengths[1]):
             loss: float | None = None
             for way in WAYS[: 2 if length == short else 4]:
