@@ -4,7 +4,11 @@
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
-int64_t padded(int64_t columns) { return ceil_div(columns, 8 * kDecodeBlock) * 8 * kDecodeBlock; }
+// From row to row of what meets a matrix. Two lines more than a round number: the same column of
+// eight rows would lie in the same few places of the first cache.
+int64_t padded(int64_t columns) {
+    return ceil_div(columns, 8 * kDecodeBlock) * 8 * kDecodeBlock + kDecodeBlock;
+}
 
 // The widest of what the layers need.
 struct Widths {
@@ -68,42 +72,41 @@ void enter_sublayer(Step &step, const DecodeNorm &norm, bool has_branch) {
 }
 
 // The first half of fc1 are values, the second half gates.
-void run_mlp(Step &step, const DecodeLayer &layer) {
+void run_mlp(Step &step, const DecodeLayer &layer, Soon after) {
     const Board &board = step.board;
     const int64_t half = layer.fc1.rows / 2;
-    step.share_rows(layer.fc1, half, [&](Share own) {
-        multiply(layer.fc1, step.desk.x, own.first, own.last, board.hidden, board.hidden_stride);
-        multiply(layer.fc1, step.desk.x, half + own.first, half + own.last, board.hidden,
+    const Soon between = step.first_of(layer.fc2);
+    step.share_rows(layer.fc1, half, between, [&](Share own, Soon soon) {
+        const Share gates{half + own.first, half + own.last};
+        multiply(layer.fc1, step.desk.x, own, rows_of(layer.fc1, gates), board.hidden,
                  board.hidden_stride);
+        multiply(layer.fc1, step.desk.x, gates, soon, board.hidden, board.hidden_stride);
         for (int64_t row = 0; row < step.rows; ++row) {
             float *value = board.hidden + row * board.hidden_stride + own.first;
             gate_row(value + half, value, own.last - own.first, value);
         }
     });
-    step.meet_before(layer.fc2);
+    step.team.wait(between);
     step.present(board.hidden, board.hidden_stride);
-    multiply_share(step, layer.fc2, board.branch, board.branch_stride);
+    multiply_and_meet(step, layer.fc2, after, board.branch, board.branch_stride);
 }
 
 void run_layer(Step &step, int64_t place) {
     const DecodeLayer &layer = step.program.layer[place];
+    const bool is_last = place + 1 == step.program.layers, has_mlp = layer.fc1.rows > 0;
+    const Soon next =
+        step.first_of(is_last ? step.program.head : step.program.layer[place + 1].in_proj);
+    const Soon after = has_mlp ? step.first_of(layer.fc1, layer.fc1.rows / 2) : next;
     enter_sublayer(step, layer.norm, place > 0);
     if (layer.family == 1)
-        mix_mamba1(step, layer, step.states(place));
+        mix_mamba1(step, layer, step.states(place), after);
     else if (layer.family == 2)
-        mix_mamba2(step, layer, step.states(place));
+        mix_mamba2(step, layer, step.states(place), after);
     else
-        mix_mamba3(step, layer, step.states(place));
-    const bool is_last = place + 1 == step.program.layers;
-    const DecodeMatrix &next = is_last ? step.program.head : step.program.layer[place + 1].in_proj;
-    if (layer.fc1.rows == 0) {
-        step.meet_before(next);
-        return;
-    }
-    step.meet_before(layer.fc1, layer.fc1.rows / 2);
+        mix_mamba3(step, layer, step.states(place), after);
+    if (!has_mlp) return;
     enter_sublayer(step, layer.norm2, true);
-    run_mlp(step, layer);
-    step.meet_before(next);
+    run_mlp(step, layer, next);
 }
 
 void run_token(Step &step) {
@@ -115,7 +118,7 @@ void run_token(Step &step) {
     for (int64_t place = 0; place < program.layers; ++place) run_layer(step, place);
     enter_sublayer(step, program.norm, true);
     const anymamba_tensor &logits = step.tensors[kDecodeLogits];
-    multiply_share(step, program.head, static_cast<float *>(logits.data), logits.stride[0]);
+    multiply_and_meet(step, program.head, {}, static_cast<float *>(logits.data), logits.stride[0]);
     if (step.worker > 0) return;
     const anymamba_tensor &positions = step.tensors[kDecodePositions];
     for (int64_t row = 0; row < step.rows; ++row)

@@ -131,6 +131,9 @@ void advance_rows(float *state, int64_t size, float alpha, int64_t ranks, const 
     StateRows<kRows> rows(state + p * size, size);
     rows.advance(alpha, desk, p);
     int64_t query = 0;
+    // With 32 registers the sums of four queries stay in them.
+    if constexpr (kWidth == 16)
+        for (; query + 4 <= ranks; query += 4) rows.template read<4>(desk, query, p);
     for (; query + 2 <= ranks; query += 2) rows.template read<2>(desk, query, p);
     if (query < ranks) rows.template read<1>(desk, query, p);
 }

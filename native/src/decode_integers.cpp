@@ -84,18 +84,24 @@ ANYMAMBA_INLINE void open_scales(const Rows &scales, int64_t block, int64_t coun
 // kGroups times eight rows of a matrix; without kWhole only the first `count` of them.
 template <class Format, int64_t kGroups, bool kWhole>
 struct Strip {
-    const uint8_t *data, *scales;
+    const uint8_t *data, *scales, *end;  // end: of the rows that are read together with these
     int64_t blocks, count;
+    Soon next;  // what is read behind them
 
-    Strip(const DecodeMatrix &matrix, int64_t row, int64_t rows)
-        : blocks(ceil_div(matrix.columns, kDecodeBlock)), count(rows) {
-        data = static_cast<const uint8_t *>(matrix.data) + row * row_bytes();
-        scales = static_cast<const uint8_t *>(matrix.scales) + row * scale_bytes();
+    // The first of the rows in `rest`.
+    Strip(const DecodeMatrix &matrix, Share rest, Soon then)
+        : blocks(ceil_div(matrix.columns, kDecodeBlock)),
+          count(smaller(kGroups * kLanes, rest.last - rest.first)),
+          next(then) {
+        data = static_cast<const uint8_t *>(matrix.data) + rest.first * row_bytes();
+        end = data + (rest.last - rest.first) * row_bytes();
+        scales = static_cast<const uint8_t *>(matrix.scales) + rest.first * scale_bytes();
     }
     int64_t row_bytes() const { return blocks * Format::kBytes; }
     int64_t scale_bytes() const { return blocks * (int64_t)sizeof(BFloat16); }
-    Ahead ahead() const {
-        return Lookahead(kGroups * kLanes * row_bytes(), kGroups * blocks, 1).behind(data, 0);
+    Ahead<false> ahead() const {
+        const int64_t bytes = kGroups * kLanes * row_bytes();
+        return Lookahead<false>(end, next, bytes, kGroups * blocks, 1).behind(data, 0);
     }
 
     ANYMAMBA_INLINE EightRows<kWhole> weights_of(int64_t group) const {
@@ -113,7 +119,7 @@ template <class Format, int64_t kGroups, bool kWhole>
 ANYMAMBA_INLINE void add_all(const Strip<Format, kGroups, kWhole> &strip, const Activations &x,
                              Floats (*acc)[kGroups]) {
     Panel<Format, kGroups> panel;
-    Ahead ahead = strip.ahead();
+    Ahead<false> ahead = strip.ahead();
     for (int64_t block = 0; block < strip.blocks; block += kSpan) {
         const int64_t span = smaller(kSpan, strip.blocks - block);
         for (int64_t g = 0; g < kGroups; ++g) {
@@ -138,7 +144,7 @@ ANYMAMBA_INLINE void add_all(const Strip<Format, kGroups, kWhole> &strip, const 
 template <class Format, int64_t kGroups, bool kWhole>
 ANYMAMBA_INLINE void add_one(const Strip<Format, kGroups, kWhole> &strip, const Activations &x,
                              Floats (*acc)[kGroups]) {
-    Ahead ahead = strip.ahead();
+    Ahead<false> ahead = strip.ahead();
     for (int64_t block = 0; block < strip.blocks; block += kSpan) {
         const int64_t span = smaller(kSpan, strip.blocks - block);
         for (int64_t g = 0; g < kGroups; ++g) {
@@ -163,9 +169,10 @@ ANYMAMBA_INLINE void add_one(const Strip<Format, kGroups, kWhole> &strip, const 
 }
 
 template <class Format, int64_t kGroups, bool kWhole>
-void write_rows(const DecodeMatrix &matrix, const Activations &x, int64_t row, int64_t count,
-                float *out, int64_t out_stride) {
-    const Strip<Format, kGroups, kWhole> strip(matrix, row, count);
+void write_rows(const DecodeMatrix &matrix, const Activations &x, Share rest, Soon next, float *out,
+                int64_t out_stride) {
+    const Strip<Format, kGroups, kWhole> strip(matrix, rest, next);
+    const int64_t row = rest.first;
     Floats acc[kDecodeMostRows][kGroups];
     for (int64_t v = 0; v < x.rows; ++v)
         for (int64_t g = 0; g < kGroups; ++g) acc[v][g] = Floats{};
@@ -175,7 +182,7 @@ void write_rows(const DecodeMatrix &matrix, const Activations &x, int64_t row, i
         add_all(strip, x, acc);
     for (int64_t v = 0; v < x.rows; ++v)
         for (int64_t g = 0; g < kGroups; ++g) {
-            const int64_t skip = g * kLanes, lanes = smaller(kLanes, count - skip);
+            const int64_t skip = g * kLanes, lanes = smaller(kLanes, strip.count - skip);
             float sums[kLanes];
             memcpy(sums, &acc[v][g], sizeof(sums));
             float *to = out + v * out_stride + row + skip;
@@ -212,10 +219,8 @@ ANYMAMBA_INLINE void prepare_block(const float *values, int32_t *words, float *s
     *offset = Format::pack(rounded, words);
 }
 
-}  // namespace
-
 template <class Format>
-void prepare_integers(int64_t columns, Activations *x) {
+void prepare_in(int64_t columns, Activations *x) {
     const int64_t whole = columns / kDecodeBlock, blocks = ceil_div(columns, kDecodeBlock);
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t row = 0; row < x->rows; ++row) {
@@ -233,23 +238,33 @@ void prepare_integers(int64_t columns, Activations *x) {
 }
 
 template <class Format>
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, int64_t first,
-                       int64_t last, float *out, int64_t out_stride) {
-    int64_t row = first;
-    for (; row + 2 * kLanes <= last; row += 2 * kLanes)
-        write_rows<Format, 2, true>(matrix, x, row, 2 * kLanes, out, out_stride);
-    if (row + kLanes <= last) {
-        write_rows<Format, 1, true>(matrix, x, row, kLanes, out, out_stride);
-        row += kLanes;
+void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
+                 int64_t out_stride) {
+    Share rest = own;
+    for (; rest.first + 2 * kLanes <= rest.last; rest.first += 2 * kLanes)
+        write_rows<Format, 2, true>(matrix, x, rest, next, out, out_stride);
+    if (rest.first + kLanes <= rest.last) {
+        write_rows<Format, 1, true>(matrix, x, rest, next, out, out_stride);
+        rest.first += kLanes;
     }
-    if (row < last) write_rows<Format, 1, false>(matrix, x, row, last - row, out, out_stride);
+    if (!rest.is_empty()) write_rows<Format, 1, false>(matrix, x, rest, next, out, out_stride);
 }
 
-template void prepare_integers<Int8Format>(int64_t, Activations *);
-template void prepare_integers<Int4Format>(int64_t, Activations *);
-template void multiply_integers<Int8Format>(const DecodeMatrix &, const Activations &, int64_t,
-                                            int64_t, float *, int64_t);
-template void multiply_integers<Int4Format>(const DecodeMatrix &, const Activations &, int64_t,
-                                            int64_t, float *, int64_t);
+}  // namespace
+
+void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
+    if (matrix.format == DecodeFormat::kInt8)
+        prepare_in<Int8Format>(matrix.columns, x);
+    else
+        prepare_in<Int4Format>(matrix.columns, x);
+}
+
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
+                       float *out, int64_t out_stride) {
+    if (matrix.format == DecodeFormat::kInt8)
+        multiply_in<Int8Format>(matrix, x, own, next, out, out_stride);
+    else
+        multiply_in<Int4Format>(matrix, x, own, next, out, out_stride);
+}
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

@@ -49,8 +49,8 @@ void step_sizes(const DecodeLayer &layer, const RowDesks &desks, Share own) {
         for (int64_t part = 0; part < kParts; ++part) {
             const int64_t at = channel + part * kWidth, count = smaller(own.last - at, kWidth);
             for (int64_t row = 0; row < kCount && count > 0; ++row) {
-                const Vec raw = sum[row][part] + load_part(layer.dt_bias + at, count);
-                store_part(desks.dt(row) + at, softplus(raw), count);
+                const Vec raw = sum[row][part] + load_most(layer.dt_bias + at, count);
+                store_most(desks.dt(row) + at, softplus(raw), count);
             }
         }
     }
@@ -80,6 +80,7 @@ struct Channels {
     int64_t size, stride;
     const float *b, *c;
     const float *dt, *x;
+    const float *soon;  // the states of the row that follows, or of this one
 };
 
 // y = H . c for kChannels channels from `first` on, after H = decay H + dt x b.
@@ -87,14 +88,17 @@ ANYMAMBA_INLINE void scan_four(const Channels &all, int64_t first, float *y) {
     const float *a = all.a + first * all.size;
     float *state = all.state + first * all.stride;
     const float *dt = all.dt + first, *x = all.x + first;
+    const float *soon = all.soon + first * all.stride;
     Vec sum[kChannels] = {};
     int64_t place = 0;
     for (; place + kWidth <= all.size; place += kWidth) {
         const Vec b = load(all.b + place), c = load(all.c + place);
 #pragma GCC unroll 4
-        for (int at = 0; at < kChannels; ++at)
+        for (int at = 0; at < kChannels; ++at) {
+            __builtin_prefetch(soon + at * all.stride + place, 0, 2);
             sum[at] += advance(state + at * all.stride + place, load(a + at * all.size + place), b,
                                c, dt[at], dt[at] * x[at]);
+        }
     }
     sum_lanes_of_four(sum[0], sum[1], sum[2], sum[3], y);
 }
@@ -108,9 +112,9 @@ float scan_rest(const Channels &all, int64_t channel, int64_t place) {
         const int64_t rest = smaller(all.size - place, kWidth);
         float lanes[kWidth] = {};
         memcpy(lanes, state + place, (size_t)rest * sizeof(float));
-        const Vec a = load_part(all.a + channel * all.size + place, rest);
-        sum += sum_lanes(advance(lanes, a, load_part(all.b + place, rest),
-                                 load_part(all.c + place, rest), dt, input));
+        const Vec a = load_most(all.a + channel * all.size + place, rest);
+        sum += sum_lanes(advance(lanes, a, load_most(all.b + place, rest),
+                                 load_most(all.c + place, rest), dt, input));
         memcpy(state + place, lanes, (size_t)rest * sizeof(float));
     }
     return sum;
@@ -128,6 +132,14 @@ void scan_channels(const Channels &all, int64_t first, int64_t last, float *y) {
     for (; channel < last; ++channel) y[channel] = scan_rest(all, channel, 0);
 }
 
+// Where the states of some channels of a row lie.
+Soon channels_of(const anymamba_tensor &scan, int64_t row, Share own) {
+    const auto *states = static_cast<const float *>(scan.data);
+    const int64_t from = row * scan.stride[0] + own.first * scan.stride[1];
+    return {reinterpret_cast<const char *>(states + from),
+            (own.last - own.first) * scan.stride[1] * (int64_t)sizeof(float)};
+}
+
 void scan_row(const Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
               const float *dt, const float *rates, Share own) {
     const Board &board = step.board;
@@ -135,8 +147,9 @@ void scan_row(const Step &step, const DecodeLayer &layer, const anymamba_tensor 
     const float *x = board.projected + row * board.projected_stride, *z = x + layer.inner;
     float *mixed = board.mixed + row * board.mixed_stride;
     float *states = static_cast<float *>(scan.data) + row * scan.stride[0];
-    scan_channels({layer.a, states, layer.state, scan.stride[1], b, c, dt, x}, own.first, own.last,
-                  mixed);
+    const float *soon = row + 1 < step.rows ? states + scan.stride[0] : states;
+    scan_channels({layer.a, states, layer.state, scan.stride[1], b, c, dt, x, soon}, own.first,
+                  own.last, mixed);
     for (int64_t channel = own.first; channel < own.last; ++channel)
         mixed[channel] += layer.skip[channel] * x[channel];
     gate_row(z + own.first, mixed + own.first, own.last - own.first, mixed + own.first);
@@ -171,21 +184,22 @@ int64_t mamba1_scratch_bytes(const DecodeLayer &layer) {
     return measure.used;
 }
 
-void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after) {
     const Board &board = step.board;
-    project_and_convolve(step, layer, states[0], 0, layer.inner);
-    step.meet_before(layer.x_proj);
+    const int64_t unit = unit_of(layer.inner, step.team.size());
+    const Share own_channels = step.team.first(step.worker, layer.inner, unit);
+    project_and_convolve(step, layer, step.first_of(layer.x_proj), states[0], 0, layer.inner);
     step.present(board.projected, board.projected_stride);
-    multiply_share(step, layer.x_proj, board.narrow, board.narrow_stride);
-    step.team.wait();
+    multiply_and_meet(step, layer.x_proj, channels_of(states[1], 0, own_channels), board.narrow,
+                      board.narrow_stride);
     static_assert(kStrip % kDecodeGroup == 0, "a share starts at a whole group");
-    step.share_out(layer.inner, unit_of(layer.inner, step.team.size()), [&](Share own) {
+    step.share_out(layer.inner, unit, [&](Share own) {
         for (int64_t row = 0; row < step.rows;)
             row += scan_rows<kScanRows>(step, layer, states[1], row, own);
     });
-    step.meet_before(layer.out_proj);
+    step.team.wait(step.first_of(layer.out_proj));
     step.present(board.mixed, board.mixed_stride);
-    multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
+    multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

@@ -24,10 +24,10 @@ ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const floa
     }
     if (place < size) {
         const int64_t rest = size - place;
-        const Vec key = load_part(b + place, rest), query = load_part(c + place, rest);
+        const Vec key = load_most(b + place, rest), query = load_most(c + place, rest);
         for (int64_t p = 0; p < kCount; ++p) {
-            const Vec next = load_part(state + p * size + place, rest) * alpha + key * input[p];
-            store_part(state + p * size + place, next, rest);
+            const Vec next = load_most(state + p * size + place, rest) * alpha + key * input[p];
+            store_most(state + p * size + place, next, rest);
             sum[p] += next * query;
         }
     }
@@ -46,9 +46,9 @@ void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     const float *b = z + 2 * ssm + head / (layer.heads / layer.groups) * size;
     const float *c = b + layer.groups * size;
     const float raw = z[2 * ssm + 2 * layer.groups * size + head];
-    const float dt = clamp(first_of(softplus(splat(raw + layer.dt_bias[head]))), layer.dt_low,
+    const float dt = clamp(first_lane(softplus(splat(raw + layer.dt_bias[head]))), layer.dt_low,
                            layer.dt_high);
-    const float alpha = first_of(exp(splat(dt * layer.a[head])));
+    const float alpha = first_lane(exp(splat(dt * layer.a[head])));
     float *input = reinterpret_cast<float *>(step.desk.scratch);
     for (int64_t p = 0; p < width; ++p) input[p] = dt * x[p];
     float *state = static_cast<float *>(scan.data) + row * scan.stride[0] + head * scan.stride[1];
@@ -97,25 +97,24 @@ int64_t mamba2_scratch_bytes(const DecodeLayer &layer) {
     return layer.headdim * (int64_t)sizeof(float);
 }
 
-void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after) {
     const Board &board = step.board;
     const int64_t ssm = layer.heads * layer.headdim;
-    project_and_convolve(step, layer, states[0], 2 * layer.mlp + ssm,
-                         ssm + 2 * layer.groups * layer.state);
-    step.meet_before(states[1], layer.heads);
+    project_and_convolve(step, layer, step.first_of(states[1], layer.heads), states[0],
+                         2 * layer.mlp + ssm, ssm + 2 * layer.groups * layer.state);
     run_around(step, layer);
     step.share_out(step.rows * layer.heads, 1, [&](Share own) {
         for (int64_t task = own.first; task < own.last; ++task)
             run_head(step, layer, states[1], task / layer.heads, task % layer.heads);
     });
-    step.meet_before(layer.out_proj);
+    step.team.wait(step.first_of(layer.out_proj));
     if (layer.gate_norm.kind == DecodeNormKind::kNone) {
         step.present(board.mixed, board.mixed_stride);
     } else {
         normalize_mixed(step, layer);
         step.present(step.desk.normed, step.desk.normed_stride);
     }
-    multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
+    multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

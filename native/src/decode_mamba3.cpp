@@ -26,17 +26,17 @@ struct Parts {
 };
 
 Coefficients coefficients_of(const DecodeLayer &layer, const Parts &parts, int64_t head) {
-    const float dt = clamp(first_of(softplus(splat(parts.dt[head] + layer.dt_bias[head]))),
+    const float dt = clamp(first_lane(softplus(splat(parts.dt[head] + layer.dt_bias[head]))),
                            layer.dt_low, layer.dt_high);
     const float raw = parts.a[head];
     float decay;
     if (layer.is_heavy_tail)
         decay = raw >= 0.0f ? 1.0f + raw : 1.0f / (1.0f - raw);
     else
-        decay = first_of(softplus(splat(raw)));
+        decay = first_lane(softplus(splat(raw)));
     if (decay < (float)layer.a_floor) decay = (float)layer.a_floor;
-    const float lam = first_of(sigmoid(splat(parts.lam[head])));
-    const float alpha = first_of(exp(splat(-dt * decay)));
+    const float lam = first_lane(sigmoid(splat(parts.lam[head])));
+    const float alpha = first_lane(exp(splat(-dt * decay)));
     return {dt, alpha, lam * dt, (1.0f - lam) * dt * alpha};
 }
 
@@ -137,6 +137,11 @@ void finish_head(const DecodeLayer &layer, const Parts &parts, int64_t head, Hea
     memcpy(to, desk.sum, (size_t)width * sizeof(float));
 }
 
+void ask_for_states(const anymamba_tensor &tensor, int64_t from, int64_t count) {
+    const int64_t bytes = tensor.dtype == ANYMAMBA_FLOAT32 ? 4 : 2;
+    ask_for({static_cast<const char *>(tensor.data) + from * bytes, count * bytes}, count * bytes);
+}
+
 // The heads that one worker advances. Those of a group come after one another and share its keys.
 struct Heads {
     const Step &step;
@@ -149,7 +154,21 @@ struct Heads {
     Heads(const Step &of, const DecodeLayer &in, const anymamba_tensor *at)
         : step(of), layer(in), states(at), carver{of.desk.scratch}, desk(carver, in) {}
 
+    // The small states of a head, which lie apart and would be waited for one by one.
+    void ask_for_head(int64_t row, int64_t head) const {
+        const anymamba_tensor &keys = states[1], &values = states[2], &rotation = states[3];
+        for (int64_t rank = 0; rank < layer.rank; ++rank)
+            ask_for_states(keys, row * keys.stride[0] + rank * keys.stride[1] +
+                                     head * keys.stride[2], layer.state);
+        ask_for_states(values, row * values.stride[0] + head * values.stride[1], layer.headdim);
+        ask_for_states(rotation, row * rotation.stride[0] + head * rotation.stride[1],
+                       rotation.stride[1]);
+    }
+
     void run(int64_t row, int64_t head) {
+        const bool is_last = head + 1 == layer.heads;
+        if (!is_last || row + 1 < step.rows)
+            ask_for_head(is_last ? row + 1 : row, is_last ? 0 : head + 1);
         const Board &board = step.board;
         const int64_t group = head / (layer.heads / layer.groups);
         const Parts parts(layer, board.projected + row * board.projected_stride);
@@ -176,18 +195,18 @@ int64_t mamba3_scratch_bytes(const DecodeLayer &layer) {
     return measure.used;
 }
 
-void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states) {
+void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after) {
     const Board &board = step.board;
-    multiply_share(step, layer.in_proj, board.projected, board.projected_stride);
-    step.meet_before(states[0], layer.heads);
+    multiply_and_meet(step, layer.in_proj, step.first_of(states[0], layer.heads), board.projected,
+                      board.projected_stride);
     Heads heads(step, layer, states);
     step.share_out(step.rows * layer.heads, 1, [&](Share own) {
         for (int64_t task = own.first; task < own.last; ++task)
             heads.run(task / layer.heads, task % layer.heads);
     });
-    step.meet_before(layer.out_proj);
+    step.team.wait(step.first_of(layer.out_proj));
     step.present(board.mixed, board.mixed_stride);
-    multiply_share(step, layer.out_proj, board.branch, board.branch_stride);
+    multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

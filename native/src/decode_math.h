@@ -13,7 +13,16 @@ namespace anymamba::ANYMAMBA_VARIANT {
 // sum_lanes of four vectors, bit for bit, for what one costs. By value: GCC 12 keeps arrays whose
 // address is passed on in memory.
 ANYMAMBA_INLINE void sum_lanes_of_four(Vec a, Vec b, Vec c, Vec d, float *to) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
+    const __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xEE);
+    // Now a, b, c and d have a quarter each.
+    const __m512 four = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xDD);
+    const __m512 two = four + _mm512_permute_ps(four, 0x4E);
+    const __m512 one = two + _mm512_permute_ps(two, 0xB1);
+    const __m512i quarters = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(quarters, one)));
+#elif defined(__AVX2__)
     const __m256 ab = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
     const __m256 cd = _mm256_permute2f128_ps(c, d, 0x20) + _mm256_permute2f128_ps(c, d, 0x31);
     const __m256 two = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xEE);
@@ -31,7 +40,13 @@ ANYMAMBA_INLINE void sum_lanes_of_four(Vec a, Vec b, Vec c, Vec d, float *to) {
 
 // Sums of every four neighbouring lanes of four vectors, in order; (0 + 1) + (2 + 3) everywhere.
 ANYMAMBA_INLINE void sum_fours(Vec a, Vec b, Vec c, Vec d, float *to) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    const __m512 ab = _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xDD);
+    const __m512 cd = _mm512_shuffle_ps(c, d, 0x88) + _mm512_shuffle_ps(c, d, 0xDD);
+    const __m512 mixed = _mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xDD);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(order, mixed));
+#elif defined(__AVX2__)
     const __m256 mixed = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(mixed, order));
@@ -43,6 +58,27 @@ ANYMAMBA_INLINE void sum_fours(Vec a, Vec b, Vec c, Vec d, float *to) {
         const float *four = lanes + 4 * place;
         to[place] = (four[0] + four[1]) + (four[2] + four[3]);
     }
+#endif
+}
+
+// A vector of which only the first `count` lanes may exist: whole ones mostly, which then cost no
+// copy as in `load_part`.
+ANYMAMBA_INLINE Vec load_most(const float *from, int64_t count) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps((__mmask16)(count >= kWidth ? 0xFFFF : (1 << count) - 1), from);
+#else
+    return count >= kWidth ? load(from) : load_part(from, count);
+#endif
+}
+
+ANYMAMBA_INLINE void store_most(float *to, Vec value, int64_t count) {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, (__mmask16)(count >= kWidth ? 0xFFFF : (1 << count) - 1), value);
+#else
+    if (count >= kWidth)
+        store(to, value);
+    else
+        store_part(to, value, count);
 #endif
 }
 
@@ -119,10 +155,14 @@ struct Float16 {
 ANYMAMBA_INLINE Vec load(const Float16 *from) {
     HalfVec half;
     memcpy(&half, from, sizeof(half));
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps((__m256i)half);
+#else
     const UintVec bits = __builtin_convertvector(half, UintVec);
     const Vec scaled = (Vec)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112
     const UintVec endless = (UintVec)((bits & 0x7C00u) == 0x7C00u) & 0x7F800000u;
     return (Vec)((UintVec)scaled | endless | ((bits & 0x8000u) << 16));
+#endif
 }
 
 ANYMAMBA_INLINE float widen(Float16 value) {
@@ -172,7 +212,12 @@ inline void read_states(const anymamba_tensor &tensor, int64_t from, int64_t cou
         memcpy(to, static_cast<const float *>(tensor.data) + from, (size_t)count * sizeof(float));
         return;
     }
-    for (int64_t place = 0; place < count; ++place) to[place] = read_state(tensor, from + place);
+    int64_t place = 0;
+    if (tensor.dtype == ANYMAMBA_BFLOAT16)
+        for (const auto *halves = static_cast<const BFloat16 *>(tensor.data) + from;
+             place + kWidth <= count; place += kWidth)
+            store(to + place, load(halves + place));
+    for (; place < count; ++place) to[place] = read_state(tensor, from + place);
 }
 
 inline void write_states(const anymamba_tensor &tensor, int64_t to, int64_t count,
@@ -181,7 +226,12 @@ inline void write_states(const anymamba_tensor &tensor, int64_t to, int64_t coun
         memcpy(static_cast<float *>(tensor.data) + to, from, (size_t)count * sizeof(float));
         return;
     }
-    for (int64_t place = 0; place < count; ++place) write_state(tensor, to + place, from[place]);
+    int64_t place = 0;
+    if (tensor.dtype == ANYMAMBA_BFLOAT16)
+        for (auto *halves = static_cast<BFloat16 *>(tensor.data) + to; place + kWidth <= count;
+             place += kWidth)
+            store(halves + place, load(from + place));
+    for (; place < count; ++place) write_state(tensor, to + place, from[place]);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

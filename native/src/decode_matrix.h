@@ -3,6 +3,7 @@
 
 #include "decode_math.h"
 #include "decode_program.h"
+#include "decode_team.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
@@ -11,15 +12,23 @@ struct Activations {
     int64_t rows;
     const float *values;  // (rows, stride)
     int64_t stride;
-    float *paired;     // bfloat16: (rows, paired_stride), even and odd columns apart
+    float *paired;     // bfloat16: (rows, paired_stride), even and odd columns apart, or rounded
     int64_t paired_stride;
     int32_t *words;    // integers: (blocks, rows, units), what meets a block of weights together
     float *scales;     // of those integers: (blocks, rows)
     int32_t *offsets;  // (blocks, rows)
 };
 
+// How far behind what is read memory is asked for. It comes to the second cache: the first one has
+// too few places for lines under way, so products waited for memory and memory for products. Eight
+// rows of bfloat16 came at 21 GB/s from there and 33 GB/s from here, on two cores that can 35.
+constexpr int64_t kReach = 64 << 10;
+// One vector of float32 does nothing but wait, and what is near need not be fetched again.
+constexpr int64_t kNearReach = 4 << 10;
+
 // Memory that will be read soon. Rows are short and several are read at once, which the hardware
-// does not take for a stream: unasked, bfloat16 came at 16 GB/s where float32 came at 25.
+// does not take for a stream.
+template <bool kNear>
 struct Ahead {
     const char *at;
     int64_t pace;
@@ -27,32 +36,44 @@ struct Ahead {
     // Asks for the part of a step that reads kBytes. Without a branch: GCC 12 would split the loop.
     template <int64_t kBytes>
     ANYMAMBA_INLINE void take() {
-        for (int64_t place = 0; place < kBytes; place += 64) __builtin_prefetch(at + place);
+        for (int64_t place = 0; place < kBytes; place += 64)
+            __builtin_prefetch(at + place, 0, kNear ? 3 : 2);
         at += pace;
     }
 };
 
-// How far behind what is read memory is asked for; 16 KiB were no better.
-constexpr int64_t kAheadBytes = 4096;
-
-// Asks for a line of a state that is read and written later, as far behind this one.
-ANYMAMBA_INLINE void ask_behind(const float *state) {
-    __builtin_prefetch(reinterpret_cast<const char *>(state) + kAheadBytes, 1);
+// Asks for up to `bytes` of what will be read, at once.
+ANYMAMBA_INLINE void ask_for(Soon soon, int64_t bytes) {
+    for (int64_t place = 0; place < smaller(bytes, soon.bytes); place += 64)
+        __builtin_prefetch(soon.at + place, 0, 2);
 }
 
-// That far in whole groups of rows, so that no line is asked for twice. A group of `bytes` is read
-// in `steps`, once for each of the `shares` of the vectors. Made once per matrix, because of its
-// divisions.
-struct Lookahead {
-    int64_t distance, part, pace;
+// Asks for a line of a state that is read and written later, behind this one.
+ANYMAMBA_INLINE void ask_behind(const float *state) {
+    __builtin_prefetch(reinterpret_cast<const char *>(state) + kReach / 2, 0, 2);
+}
 
-    Lookahead(int64_t bytes, int64_t steps, int64_t shares)
-        : distance(ceil_div(kAheadBytes, bytes) * bytes),
+// What a group of rows asks for, of the rows before `end` and behind them of what is read next. A
+// group of `bytes` is read in `steps`, once for each of the `shares` of the vectors. Made once per
+// matrix, because of its divisions.
+template <bool kNear>
+struct Lookahead {
+    const char *end;
+    Soon next;
+    int64_t part, pace;
+
+    Lookahead(const void *behind_last, Soon then, int64_t bytes, int64_t steps, int64_t shares)
+        : end(static_cast<const char *>(behind_last)),
+          next(then),
           part(bytes / shares),
           pace(bytes / (steps * shares)) {}
 
-    ANYMAMBA_INLINE Ahead behind(const void *data, int64_t share) const {
-        return {static_cast<const char *>(data) + distance + share * part, pace};
+    ANYMAMBA_INLINE Ahead<kNear> behind(const void *group, int64_t share) const {
+        const char *own = static_cast<const char *>(group) + share * part;
+        const char *at = own + (kNear ? kNearReach : kReach);
+        if (at < end) return {at, pace};
+        // Nothing to ask for: the group itself, which is here.
+        return {at - end < next.bytes ? next.at + (at - end) : own, pace};
     }
 };
 
@@ -60,22 +81,21 @@ struct Lookahead {
 void prepare(const DecodeMatrix &matrix, Activations *x);
 
 // out[b][row] = bias[row] + W[row] . x[b] for the rows from `first` to before `last`. The order of
-// each sum is fixed, whatever the number of vectors.
-void multiply(const DecodeMatrix &matrix, const Activations &x, int64_t first, int64_t last,
-              float *out, int64_t out_stride);
+// each sum is fixed, whatever the number of vectors. Towards the end it asks for `next`.
+void multiply(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
+              int64_t out_stride);
 
-// Both for one of the integer formats (decode_integers.h).
-template <class Format>
-void prepare_integers(int64_t columns, Activations *x);
-template <class Format>
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, int64_t first,
-                       int64_t last, float *out, int64_t out_stride);
+// Both for integer formats: decode_vnni.cpp where the CPU sums products of bytes in 32 bits, else
+// decode_integers.cpp.
+void prepare_integers(const DecodeMatrix &matrix, Activations *x);
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
+                       float *out, int64_t out_stride);
 
 // The bytes of a row of the matrix, without its scales.
 int64_t row_bytes(const DecodeMatrix &matrix);
 
-// Brings rows nearer, to the second cache.
-void ask_for(const DecodeMatrix &matrix, int64_t first, int64_t last);
+// Where rows of the matrix lie.
+Soon rows_of(const DecodeMatrix &matrix, Share rows);
 
 // One row of a matrix as float32.
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to);

@@ -17,9 +17,9 @@ inline void turn_angles(const DecodeLayer &layer, const float *raw, float dt, fl
     float *sine = turns.rows + turns.stride, *cosine = sine + turns.stride;
     for (int64_t place = 0; place < layer.turns; place += kWidth) {
         const int64_t count = smaller(layer.turns - place, kWidth);
-        const Vec more = dt * (tanh(load_part(raw + place, count)) * (float)layer.turn_scale);
-        const Vec angle = without_turns(load_part(angles + place, count) + more);
-        store_part(angles + place, angle, count);
+        const Vec more = dt * (tanh(load_most(raw + place, count)) * (float)layer.turn_scale);
+        const Vec angle = without_turns(load_most(angles + place, count) + more);
+        store_most(angles + place, angle, count);
         Vec s, c;
         sine_cosine(angle, &s, &c);
         store(sine + place, s);

@@ -36,10 +36,47 @@ ANYMAMBA_INLINE void sum_taps(const T *window, const float *weight, float *sums)
     sum_fours(products[0], products[1], products[2], products[3], sums);
 }
 
+#if defined(__AVX512F__)
+// The windows of sixteen channels of four taps move on in registers; returns how many channels
+// were taken. What is loaded soon after several small stores waits for all of them.
+int64_t shift_in_whole(float *window, const float *weight, int64_t channels, float *values) {
+    const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3);
+    constexpr __mmask16 kNewest = 0x8888;
+    int64_t channel = 0;
+    for (; channel + kWidth <= channels; channel += kWidth) {
+        const Vec newest = load(values + channel);
+        Vec products[kTaps];
+#pragma GCC unroll 4
+        for (int part = 0; part < kTaps; ++part) {
+            const int64_t at = kTaps * channel + part * kWidth;
+            const __m512 moved = _mm512_permute_ps(load(window + at), 0x39);
+            const __m512i own = _mm512_add_epi32(first, _mm512_set1_epi32(4 * part));
+            const Vec next = _mm512_mask_permutexvar_ps(moved, kNewest, own, newest);
+            store(window + at, next);
+            products[part] = next * load(weight + at);
+        }
+        sum_fours(products[0], products[1], products[2], products[3], values + channel);
+    }
+    return channel;
+}
+#else
+int64_t shift_in_whole(float *, const float *, int64_t, float *) { return 0; }
+#endif
+template <class T>
+int64_t shift_in_whole(T *, const float *, int64_t, float *) {
+    return 0;
+}
+
 // The usual case, four taps. The windows lie side by side, so all of them move by one place at
 // once; what thereby comes in from a neighbour is overwritten by the newest token.
 template <class T>
 void shift_in_four(T *window, const float *weight, int64_t channels, float *values) {
+    const int64_t done = shift_in_whole(window, weight, channels, values);
+    if (done == channels) return;
+    window += kTaps * done;
+    weight += kTaps * done;
+    channels -= done;
+    values += done;
     memmove(window, window + 1, (size_t)(kTaps * channels - 1) * sizeof(T));
     for (int64_t channel = 0; channel < channels; ++channel)
         narrow(window + kTaps * channel + kTaps - 1, values[channel]);
@@ -92,10 +129,19 @@ void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t r
                                          layer.conv_weight + channel * width, channels[channel]);
     for (int64_t channel = first; channel < last; channel += kWidth) {
         const int64_t count = smaller(last - channel, kWidth);
-        Vec sum = load_part(channels + channel, count);
-        if (layer.conv_bias != nullptr) sum += load_part(layer.conv_bias + channel, count);
-        store_part(channels + channel, silu(sum), count);
+        Vec sum = load_most(channels + channel, count);
+        if (layer.conv_bias != nullptr) sum += load_most(layer.conv_bias + channel, count);
+        store_most(channels + channel, silu(sum), count);
     }
+}
+
+// The windows of some channels of a row.
+void ask_for_window(const anymamba_tensor &window, int64_t row, int64_t first, int64_t last) {
+    const int64_t bytes = window.dtype == ANYMAMBA_FLOAT32 ? 4 : 2;
+    const int64_t from = row * window.stride[0] + first * window.stride[1];
+    ask_for({static_cast<const char *>(window.data) + from * bytes,
+             (last - first) * window.stride[1] * bytes},
+            kReach);
 }
 
 }  // namespace
@@ -111,24 +157,27 @@ void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *
     }
 }
 
-void multiply_share(Step &step, const DecodeMatrix &matrix, float *out, int64_t out_stride) {
-    step.share_rows(matrix, matrix.rows, [&](Share own) {
-        multiply(matrix, step.desk.x, own.first, own.last, out, out_stride);
+void multiply_and_meet(Step &step, const DecodeMatrix &matrix, Soon after, float *out,
+                       int64_t out_stride) {
+    step.share_rows(matrix, matrix.rows, after, [&](Share own, Soon soon) {
+        multiply(matrix, step.desk.x, own, soon, out, out_stride);
     });
+    step.team.wait(after);
 }
 
-void project_and_convolve(Step &step, const DecodeLayer &layer, const anymamba_tensor &window,
-                          int64_t first_channel, int64_t channels) {
+void project_and_convolve(Step &step, const DecodeLayer &layer, Soon after,
+                          const anymamba_tensor &window, int64_t first_channel, int64_t channels) {
     const Board &board = step.board;
-    step.share_rows(layer.in_proj, layer.in_proj.rows, [&](Share own) {
-        multiply(layer.in_proj, step.desk.x, own.first, own.last, board.projected,
-                 board.projected_stride);
+    step.share_rows(layer.in_proj, layer.in_proj.rows, after, [&](Share own, Soon soon) {
         const int64_t first = larger(own.first - first_channel, 0);
         const int64_t last = smaller(own.last - first_channel, channels);
+        for (int64_t row = 0; row < step.rows; ++row) ask_for_window(window, row, first, last);
+        multiply(layer.in_proj, step.desk.x, own, soon, board.projected, board.projected_stride);
         for (int64_t row = 0; row < step.rows; ++row)
             convolve(layer, window, row, first, last,
                      board.projected + row * board.projected_stride + first_channel);
     });
+    step.team.wait(after);
 }
 
 int64_t scratch_bytes(const DecodeLayer &layer) {

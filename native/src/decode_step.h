@@ -51,42 +51,42 @@ struct Step {
         if (own.is_empty()) own = team.take(count, unit);
         for (; !own.is_empty(); own = team.take(count, unit)) function(own);
     }
-    // The same for the first `count` rows of a matrix, for which what is presented is prepared.
-    // Before the end of a share the next one is taken and its beginning asked for, so that memory
-    // goes on.
+    // Calls function(share, soon) for every share of the first `count` rows of a matrix, for which
+    // what is presented is prepared. `soon` is what this worker reads behind the share; `after`
+    // what it reads after the stage. So memory goes on at the end of a share and through meetings.
     template <class Function>
-    ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count,
+    ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count, Soon after,
                                     const Function &function) {
         prepare(matrix, &desk.x);
         const int64_t unit = unit_of(count, team.size());
+        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), kStrip) * kStrip;
         Share own = team.first(worker, count, unit);
         if (own.is_empty()) own = team.take(count, unit);
         while (!own.is_empty()) {
-            const int64_t body = larger(own.first, own.last - kStrip);
-            if (body > own.first) function({own.first, body});
+            const int64_t body = larger(own.first, own.last - reach);
+            if (body > own.first)
+                function({own.first, body}, rows_of(matrix, {body, own.last}));
             const Share next = team.take(count, unit);
-            ask_for(matrix, next.first, smaller(next.last, next.first + kStrip));
-            function({body, own.last});
+            const Soon soon = next.is_empty() ? after : rows_of(matrix, next);
+            // What `function` asks for begins behind this.
+            ask_for(soon, kReach - rows_of(matrix, {body, own.last}).bytes);
+            function({body, own.last}, soon);
             own = next;
         }
     }
-    // Meets the others before the first `count` rows of `next` are shared out.
-    void meet_before(const DecodeMatrix &next, int64_t count) {
-        const Share own = team.first(worker, count, unit_of(count, team.size()));
-        const int64_t bytes = row_bytes(next);
-        team.wait({static_cast<const char *>(next.data) + own.first * bytes,
-                   (own.last - own.first) * bytes});
+    // What this worker reads first of the first `count` rows of a matrix.
+    Soon first_of(const DecodeMatrix &next, int64_t count) const {
+        return rows_of(next, team.first(worker, count, unit_of(count, team.size())));
     }
-    void meet_before(const DecodeMatrix &next) { meet_before(next, next.rows); }
-    // Meets the others before the heads of all rows are shared out, whose states are in `scan`.
-    void meet_before(const anymamba_tensor &scan, int64_t heads) {
+    Soon first_of(const DecodeMatrix &next) const { return first_of(next, next.rows); }
+    // The same of the heads of all rows, whose states are in `scan`.
+    Soon first_of(const anymamba_tensor &scan, int64_t heads) const {
         const Share own = team.first(worker, rows * heads, 1);
         const int64_t row = own.first / heads, head = own.first % heads;
         const int64_t from = row * scan.stride[0] + head * scan.stride[1];
         const int64_t together = smaller(heads - head, own.last - own.first) * scan.stride[1];
         const auto *states = static_cast<const float *>(scan.data);
-        team.wait({reinterpret_cast<const char *>(states + from),
-                   together * (int64_t)sizeof(float)});
+        return {reinterpret_cast<const char *>(states + from), together * (int64_t)sizeof(float)};
     }
     // Shows `values` to the matrices that follow.
     void present(const float *values, int64_t stride) {
@@ -104,20 +104,22 @@ int64_t mamba3_scratch_bytes(const DecodeLayer &layer);
 
 void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *to);
 
-// The mixers, from desk.normed to board.branch; they end before the last meeting.
-void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states);
-void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states);
-void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states);
+// The mixers, from desk.normed to board.branch. `after` is what the worker reads then.
+void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
+void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
+void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
 
-// The worker's share of `matrix` times what is presented.
-void multiply_share(Step &step, const DecodeMatrix &matrix, float *out, int64_t out_stride);
+// The worker's share of `matrix` times what is presented, and the meeting after it. `after` is what
+// the worker reads then.
+void multiply_and_meet(Step &step, const DecodeMatrix &matrix, Soon after, float *out,
+                       int64_t out_stride);
 
-// The worker's share of the in-projection, and the convolution of those of its rows that are
-// channels: `first_channel` is the row of the first one.
-void project_and_convolve(Step &step, const DecodeLayer &layer, const anymamba_tensor &window,
-                          int64_t first_channel, int64_t channels);
+// The same of the in-projection, with the convolution of those of its rows that are channels:
+// `first_channel` is the row of the first one.
+void project_and_convolve(Step &step, const DecodeLayer &layer, Soon after,
+                          const anymamba_tensor &window, int64_t first_channel, int64_t channels);
 
-ANYMAMBA_INLINE float first_of(Vec value) { return value[0]; }
+ANYMAMBA_INLINE float first_lane(Vec value) { return value[0]; }
 
 ANYMAMBA_INLINE float clamp(float value, double low, double high) {
     if (value < (float)low) return (float)low;
@@ -131,7 +133,7 @@ ANYMAMBA_INLINE void gate_row(const float *gate, const float *from, int64_t coun
         store(to + place, silu(load(gate + place)) * load(from + place));
     if (place < count) {
         const int64_t rest = count - place;
-        store_part(to + place, silu(load_part(gate + place, rest)) * load_part(from + place, rest),
+        store_most(to + place, silu(load_most(gate + place, rest)) * load_most(from + place, rest),
                    rest);
     }
 }

@@ -31,7 +31,9 @@ struct Meeting {
 constexpr int kSpins = 4000;
 
 // Asked for at a time, and at most: a small part of the second cache.
-constexpr int64_t kLines = 4 * 64, kMostSoon = 48 << 10;
+constexpr int64_t kLines = 4 * 64, kMostSoon = 64 << 10;
+// Who comes last need not wait, and asks for less.
+constexpr int64_t kLastSoon = 16 << 10;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t units_of(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
@@ -63,6 +65,8 @@ void Team::wait(Soon soon) {
         meeting.arrived.store(0, std::memory_order_relaxed);
         meeting.taken.store(0, std::memory_order_relaxed);
         meeting.number.store(number + 1, std::memory_order_release);
+        for (const char *at = soon.at; at < soon.at + smaller(soon.bytes, kLastSoon); at += 64)
+            __builtin_prefetch(at, 0, 2);
         return;
     }
     const char *const stop = soon.at + smaller(soon.bytes, kMostSoon);

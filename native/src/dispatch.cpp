@@ -13,6 +13,7 @@ ANYMAMBA_TABLE(baseline)
 #if defined(ANYMAMBA_X86)
 ANYMAMBA_TABLE(avx2)
 ANYMAMBA_TABLE(avx512)
+ANYMAMBA_TABLE(avx512_vnni)
 ANYMAMBA_TABLE(avx512_bf16)
 #endif
 #undef ANYMAMBA_TABLE
@@ -37,7 +38,9 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 const Variant variants[] = {
@@ -49,6 +52,7 @@ const Variant variants[] = {
 #if defined(ANYMAMBA_X86)
     {"avx2", &avx2::table, has_avx2},
     {"avx512", &avx512::table, has_avx512},
+    {"avx512_vnni", &avx512_vnni::table, has_avx512_vnni},
     {"avx512_bf16", &avx512_bf16::table, has_avx512_bf16},
 #endif
 };

@@ -7,8 +7,8 @@
 | `ANYMAMBA_NATIVE` | auto (default), off, or an instruction set | what the CPU kernels run on |
 | `ANYMAMBA_NATIVE_LIBRARY` | a path (default: the built one) | another build of the CPU kernels |
 
-Instruction sets: baseline, avx2, avx512, avx512_bf16 (x86-64); neon (Arm). `anymamba doctor` says
-which of them this machine has.
+Instruction sets: baseline, avx2, avx512, avx512_vnni, avx512_bf16 (x86-64); neon (Arm).
+`anymamba doctor` says which of them this machine has.
 
 The environment is read once, on import. Inside a program use `override`.
 """
@@ -24,7 +24,7 @@ from anymamba.errors import ConfigError
 
 __all__ = ["NATIVE_CHOICES", "Settings", "current", "override"]
 
-NATIVE_CHOICES = ("auto", "off", "baseline", "avx2", "avx512", "avx512_bf16", "neon")
+NATIVE_CHOICES = ("auto", "off", "baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,15 @@ from anymamba.generate import generate
 from anymamba.models import quantize_lm
 from anymamba.nn import ModelCache, QuantizedLinear
 from decoder_cases import MODELS, model, tokens, used_cache
-from kernels import NATIVE, running
+from kernels import DECODERS, running
 from laws import assert_same, error_of
 
-pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels")
-KINDS = pytest.mark.parametrize("kind", NATIVE)
+pytestmark = pytest.mark.skipif(not DECODERS, reason="no compiled kernels")
+KINDS = pytest.mark.parametrize("kind", DECODERS)
 HALVES = (torch.bfloat16, torch.float16)
+# Sets that multiply bytes, and bfloat16: their activations are rounded to them.
+BYTES = ("native-avx512_vnni", "native-avx512_bf16")
+PAIRS = ("native-avx512_bf16",)
 
 
 def states(cache: ModelCache) -> dict[str, torch.Tensor]:
@@ -50,22 +53,49 @@ def test_decoder_equals_modules(name, rows, kind):
     assert_same_states(want, got)
 
 
+@KINDS
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", MODELS)
-def test_half_types_equal_the_wide_model(name, dtype):
-    """Half weights give the logits of the same numbers in float32: only the state is rounded."""
+def test_half_types_equal_the_wide_model(name, dtype, kind, monkeypatch):
+    """Half weights give the logits of the same numbers in float32: only the state is rounded.
+
+    And where the CPU multiplies bfloat16, what meets a matrix of bfloat16.
+    """
     lm = model(name, dtype)
     wide = model(name)
     wide.load_state_dict(lm.state_dict())
     cache = used_cache(lm, 2)
     want = cache.to(torch.float32)
-    with torch.no_grad():
+    has_pairs = dtype == torch.bfloat16 and kind in PAIRS
+    if has_pairs:
+        exact = torch.nn.Linear.forward
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda m, x: exact(m, x.to(dtype).to(x)))
+    with running(kind), torch.no_grad():
         for ids_b in tokens(4, 2):
             expected, want = wide.step(ids_b, want, impl="portable")
             logits_bw = lm.step_(ids_b, cache, impl="native")
     assert logits_bw.dtype == dtype
-    # Windows, keys and values of the past are halves.
-    assert_same(expected.to(dtype), logits_bw)
+    # Windows, keys and values of the past are halves. Sums in another order round some activations
+    # to the other side, by 4e-3 of themselves, as often as not through several layers.
+    if has_pairs:
+        assert error_of(expected.to(dtype), logits_bw) <= 4e-2
+    else:
+        assert_same(expected.to(dtype), logits_bw)
+
+
+@pytest.mark.skipif(not set(PAIRS) & set(DECODERS), reason="no products of bfloat16 here")
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+def test_rounded_activations_cost_less_than_a_module_of_bfloat16(name):
+    """The decoder rounds what meets a matrix; modules of bfloat16 round everything."""
+    lm = model(name, torch.bfloat16, d_model=72)
+    wide = model(name, d_model=72)
+    wide.load_state_dict(lm.state_dict())
+    cache, ids_b = used_cache(lm, 8), tokens(8)
+    with running(PAIRS[0]), torch.no_grad():
+        exact = wide.step(ids_b, cache.to(torch.float32), impl="portable").logits
+        module = lm.step(ids_b, cache, impl="portable").logits
+        decoded = lm.step_(ids_b, cache, impl="native")
+    assert (decoded - exact).norm() <= (module - exact).norm()
 
 
 def rounded(x: torch.Tensor, largest: int) -> torch.Tensor:
@@ -77,13 +107,14 @@ def rounded(x: torch.Tensor, largest: int) -> torch.Tensor:
 
 @KINDS
 @pytest.mark.parametrize("rows", [1, 3, 6])
-@pytest.mark.parametrize(("scheme", "largest"), [("int8", 32767), ("int4", 127)])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["mamba1", "mamba2 around", "mamba3 rank 4 normed"])
-def test_integers_equal_their_dequantised_weights(name, scheme, largest, rows, kind, monkeypatch):
+def test_integers_equal_their_dequantised_weights(name, scheme, rows, kind, monkeypatch):
     """A quantised model decodes as the modules do with the weights that it stands for.
 
     The modules are given activations that are rounded in the same blocks.
     """
+    largest = 127 if scheme == "int4" or kind in BYTES else 32767
     exact = QuantizedLinear.forward
     monkeypatch.setattr(QuantizedLinear, "forward", lambda m, x: exact(m, rounded(x, largest)))
     lm = quantize_lm(model(name, d_model=48), scheme)
@@ -94,17 +125,22 @@ def test_integers_equal_their_dequantised_weights(name, scheme, largest, rows, k
             logits_bw = lm.step_(ids_b, got, impl="native")
             # Sums in another order put some activations on the other side of a half: one step of
             # 1/127 of a block's largest, in one of its 32 entries.
-            assert error_of(expected, logits_bw) <= (1e-3 if scheme == "int8" else 1e-2)
+            assert error_of(expected, logits_bw) <= (1e-3 if largest > 127 else 1e-2)
 
 
-@pytest.mark.parametrize(("scheme", "share"), [("int8", 0.05), ("int4", 0.3)])
+@KINDS
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
-def test_rounded_activations_cost_less_than_rounded_weights(name, scheme, share):
-    """Integers for activations lose little beside what integers for weights lost."""
+def test_rounded_activations_cost_less_than_rounded_weights(name, scheme, kind):
+    """Integers for activations lose little beside what integers for weights lost.
+
+    Bytes for activations lose what bytes for weights do.
+    """
+    share = 0.3 if scheme == "int4" else 1.2 if kind in BYTES else 0.05
     plain, lm = model(name), quantize_lm(model(name), scheme)
     ids_b = tokens(8)
     caches = [used_cache(lm, 8) for _ in range(3)]
-    with torch.no_grad():
+    with running(kind), torch.no_grad():
         exact = plain.step(ids_b, caches[0], impl="portable").logits
         quantized = lm.step(ids_b, caches[1], impl="portable").logits
         decoded = lm.step_(ids_b, caches[2], impl="native")
@@ -137,6 +173,26 @@ def test_rows_do_not_know_each_other(form, kind):
             assert torch.equal(lm.step_(ids_b[[row]], cache, impl="native")[0], logits_bw[row])
     for name, tensor in ModelCache.join(alone).to_tensors().items():
         assert torch.equal(tensor, together.to_tensors()[name]), name
+
+
+@KINDS
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8", "int4"])
+def test_any_number_of_rows(form, kind):
+    """However many rows share the weights, whatever the sizes, each has the bits it has alone."""
+    dtype = getattr(torch, form) if form.endswith(("32", "16")) else torch.float32
+    # 72 and 144 columns are whole in no format; 37 rows of the head fill no group of rows.
+    lm = model("mamba1", dtype, d_model=72)
+    if form.startswith("int"):
+        quantize_lm(lm, form)
+    start, ids_b = used_cache(lm, 64), tokens(64)
+    with running(kind):
+        alone = [
+            lm.step_(ids_b[[row]], start.rows([row]).clone(), impl="native")[0] for row in range(64)
+        ]
+        for rows in (2, 3, 4, 5, 7, 8, 9, 17, 64):
+            cache = start.rows(list(range(rows))).clone()
+            logits_bw = lm.step_(ids_b[:rows], cache, impl="native")
+            assert torch.equal(logits_bw, torch.stack(alone[:rows])), rows
 
 
 @pytest.fixture

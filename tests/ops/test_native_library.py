@@ -12,7 +12,7 @@ import torch
 from anymamba.errors import BackendError, ConfigError
 from anymamba.ops import native_status, ssd_core
 from anymamba.ops.native.library import load
-from anymamba.settings import override
+from anymamba.settings import NATIVE_CHOICES, override
 from kernels import NATIVE, running
 from laws import assert_same, rand, randn
 
@@ -42,7 +42,7 @@ def test_an_unknown_instruction_set_is_refused():
     """A name that no build knows is an error; one that this machine lacks is a reason."""
     with pytest.raises(ConfigError, match="must be one of auto, off"), override(native="avx3"):
         pass
-    lacking = {"baseline", "avx2", "avx512", "avx512_bf16", "neon"} - set(native_status().available)
+    lacking = set(NATIVE_CHOICES[2:]) - set(native_status().available)
     with override(native=sorted(lacking)[0]):
         assert "does not have" in str(native_status().why_not) or not NATIVE
 

@@ -27,10 +27,10 @@ __all__ = [
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 OURS, LLAMA = "anymamba", "llama.cpp"
 # The same numbers, another order of sums, half types that one side rounds, and 8-bit activations
-# before int4, which were seen to cost 6e-2 with random weights. llama.cpp is judged by the float32
-# model, whatever it makes of its weights.
+# before int4, and before int8 where the CPU multiplies bytes, which were seen to cost 6e-2 with
+# random weights. llama.cpp is judged by the float32 model, whatever it makes of its weights.
 _TOLERANCE = {
-    OURS: {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 1e-1},
+    OURS: {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-1, "int4": 1e-1},
     LLAMA: {"float32": 1e-3, "bfloat16": 5e-2, "int8": 5e-2, "int4": 5e-1},
 }
 # Tokens of one engine before it is the other's turn, and tokens before the first turn.
