@@ -6,6 +6,8 @@ from anymamba.bench import memory_figures
 from anymamba.bench.peer_memory import PeerStep, peer_step
 from anymamba.models import MambaConfig
 
+# Each step of a peer is a process that imports transformers.
+pytestmark = pytest.mark.slow
 WAYS = ("anymamba", "transformers", "anymamba, recomputing", "transformers, recomputing")
 
 
