@@ -25,7 +25,11 @@ __all__ = ["PeerStep", "StepMemory", "measure_step", "peer_step"]
 
 _RUN = "from anymamba.bench.peer_memory import answer; answer()"
 # What a process says, or dies of, when it is refused memory.
-_REFUSED = ("can't allocate memory", "MemoryError", "bad_alloc")
+_REFUSED = (
+    *("can't allocate memory", "Cannot allocate memory", "MemoryError", "bad_alloc"),
+    # A thread whose stack is refused.
+    "Resource temporarily unavailable",
+)
 _FATAL_SIGNALS = (-6, -9, -11)
 
 
