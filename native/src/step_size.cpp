@@ -1,6 +1,7 @@
 // Step sizes, softplus(x + bias) in float32, and their gradient (ops/step_size/README.md).
 #include "parallel.h"
 #include "rows.h"
+#include "softplus.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
@@ -8,27 +9,6 @@ namespace {
 // Rows of a task of the forward, and channels of one of the backward, which sums over all rows.
 constexpr int64_t kStepRows = 16;
 constexpr int64_t kStepChannels = 128;
-
-// log(1 + t) for 0 <= t <= 1 as 2 artanh(t / (2 + t)): t itself where t is small. The series ends
-// after the 16th power of a number up to 1/3, a remainder of 2e-9.
-ANYMAMBA_INLINE Vec log_of_one_and(Vec t) {
-    const Vec s = t / (2.0f + t), q = s * s;
-    Vec p = splat(1.0f / 17);
-    p = p * q + 1.0f / 15;
-    p = p * q + 1.0f / 13;
-    p = p * q + 1.0f / 11;
-    p = p * q + 1.0f / 9;
-    p = p * q + 1.0f / 7;
-    p = p * q + 1.0f / 5;
-    p = p * q + 1.0f / 3;
-    return 2.0f * (s + s * q * p);
-}
-
-ANYMAMBA_INLINE Vec softplus(Vec x) {
-    const Vec zero = {};
-    const IntVec positive = x > zero;
-    return select(positive, x, zero) + log_of_one_and(exp(select(positive, -x, x)));
-}
 
 struct StepSize {
     int64_t rows, channels;
