@@ -2,8 +2,7 @@
 
 import pytest
 
-from anymamba.bench import memory_figures
-from anymamba.bench.peer_memory import PeerStep, peer_step
+from anymamba.bench import PeerStep, memory_figures, peer_step
 from anymamba.models import MambaConfig
 
 # Each step of a peer is a process that imports transformers.

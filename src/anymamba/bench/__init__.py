@@ -21,6 +21,7 @@ from anymamba.bench.machine import Machine, Rates, Work, describe_machine
 from anymamba.bench.measure import Effort, Row, measure
 from anymamba.bench.memory import intermediate_bytes, peak_bytes, tensor_bytes
 from anymamba.bench.operators import conv_cases, core_cases, scan_cases
+from anymamba.bench.peer_memory import PeerStep, peer_step
 from anymamba.bench.plot import draw
 from anymamba.bench.portable import CoreSizes, core_inputs, fastest_path
 from anymamba.bench.profile import Profile, profile_block
@@ -47,6 +48,7 @@ __all__ = [
     "LlamaFiles",
     "LlamaModel",
     "Machine",
+    "PeerStep",
     "PlainTable",
     "Profile",
     "Promise",
@@ -85,6 +87,7 @@ __all__ = [
     "memory_figures",
     "page",
     "peak_bytes",
+    "peer_step",
     "profile_block",
     "promises",
     "rates_line",

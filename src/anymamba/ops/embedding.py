@@ -52,14 +52,13 @@ class _Tied(torch.autograd.Function):
             return None, grad_wd
         # The head's gradient was made for this Function and is nobody else's, unless a graph of the
         # backward holds it. Sums in half types are not interleaved: a large one would swallow rows.
-        in_place = (
+        if (
             grad_wd is not None
             and not torch.is_grad_enabled()
             and grad_wd.device.type == "cpu"
             and grad_wd.dtype == grad_bsd.dtype
             and accumulate_dtype(grad_wd.dtype) == grad_wd.dtype
-        )
-        if in_place:
+        ):
             return None, grad_wd.index_add_(0, ids_bs.flatten(), grad_bsd.flatten(0, -2))
         dense_wd = torch.ops.aten.embedding_dense_backward(grad_bsd, ids_bs, ctx.rows, -1, False)
         return None, dense_wd if grad_wd is None else grad_wd + dense_wd
