@@ -66,7 +66,7 @@ def _mamba1(
     x_bsi, z_bsi = project(block.in_proj, u_bsd).chunk(2, dim=-1)
     window_bik = _halo(x_bsi, cache.conv_bik, shard, ring)
     x_bsi, conv_bik = convolve(block.conv1d, x_bsi, window_bik, shard.cu_seqlens, impl=impl)
-    dt_bsi, b_bsr, c_bsr = block._project(x_bsi)
+    dt_bsi, b_bsr, c_bsr = block._project(x_bsi, impl)
     a_ir = -block.A_log.to(dt_bsi.dtype).exp()
     how: dict[str, Any] = {"impl": impl, "cu_seqlens": shard.cu_seqlens}
     nothing = shard.enter(cache.ssm_bir, torch.zeros_like(shard.leave(cache.ssm_bir)))
