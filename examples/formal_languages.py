@@ -2,14 +2,16 @@
 
     parity        1 0 1 1            ->  1 1 0 1               the ones so far, modulo 2
     arithmetic    2 - 3 * 4 + 1      ->  2 . 4 . 0 . 1         the value so far, modulo 5
-    brackets      ( 1 - ( 2 + -1 ) ) ->  . 1 . . 4 . . 0 0 0   the same, open brackets closed here
+    brackets      ( 1 - ( 2 + -1 ) ) ->  + 1 - - 4 - + 0 0 0   open brackets closed here;
+                                                               else the sign of what comes next
 
 A batch is `(tokens, answers)`, both (batch, length), with `UNASKED` where nothing is asked. It is a
 function of the random generator that is passed in. In an `uneven` batch every row has its own
-frequencies of symbols: a row of nearly all ones shows an error of each one sooner than a fair row
-of the same length does.
+frequencies of symbols, and brackets a shape of their own, from `((1+2)+3)` to `(1+(2+3))`: a row of
+nearly all ones shows an error of each one sooner than a fair row of the same length does.
 """
 
+import math
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -85,13 +87,20 @@ def arithmetic(rows: int, length: int, generator: torch.Generator, uneven: bool)
 
 
 def brackets(rows: int, length: int, generator: torch.Generator, uneven: bool) -> Batch:
-    """Draw trees of sums and differences; asked at digits and `)`: the value so far."""
+    """Draw trees of sums and differences; asked at digits and `)`: the value so far; else a sign.
+
+    The signs are the steps of the calculation. Without them a value is asked that depends on all
+    brackets at once, and three layers memorise short expressions instead of the rule.
+    """
     seed = int(torch.randint(2**62, (1,), generator=generator))
     source = random.Random(seed)
-    texts = [bracketed(length, source, weights_of(source, uneven)) for _ in range(rows)]
+    texts = [
+        bracketed(length, source, weights_of(source, uneven), lean_of(source, uneven))
+        for _ in range(rows)
+    ]
     return Batch(
         torch.tensor([[SYMBOLS.index(symbol) for symbol in text] for text in texts]),
-        torch.tensor([values_so_far(text) for text in texts]),
+        torch.tensor([answers_in(text) for text in texts]),
     )
 
 
@@ -100,7 +109,14 @@ def weights_of(source: random.Random, uneven: bool) -> dict[str, float]:
     return {symbol: source.expovariate(1) if uneven else 1.0 for symbol in "01234+-"}
 
 
-def bracketed(length: int, source: random.Random, weights: dict[str, float]) -> str:
+def lean_of(source: random.Random, uneven: bool) -> float:
+    """Return where trees grow: below 1 to the left, above 1 to the right."""
+    return math.exp(source.uniform(-2, 2)) if uneven else 1.0
+
+
+def bracketed(
+    length: int, source: random.Random, weights: dict[str, float], lean: float = 1.0
+) -> str:
     """Return an expression of exactly this many symbols: `(left + right)`, or a leaf below five."""
 
     def draw(kinds: str) -> str:
@@ -109,14 +125,14 @@ def bracketed(length: int, source: random.Random, weights: dict[str, float]) -> 
     if length < 5:
         digit = draw("01234")
         return {1: digit, 2: f"-{digit}", 3: f"({digit})", 4: f"(-{digit})"}[length]
-    left = source.randint(1, length - 4)
-    first = bracketed(left, source, weights)
-    return f"({first}{draw('+-')}{bracketed(length - 3 - left, source, weights)})"
+    left = 1 + int((length - 4) * source.random() ** lean)
+    first = bracketed(left, source, weights, lean)
+    return f"({first}{draw('+-')}{bracketed(length - 3 - left, source, weights, lean)})"
 
 
-def values_so_far(text: str) -> list[int]:
-    """Return the value of each prefix that ends in a digit or a bracket, else `UNASKED`."""
-    values: list[int] = []
+def answers_in(text: str) -> list[int]:
+    """Return the value of each prefix that ends in a digit or a bracket, else a sign's symbol."""
+    answers: list[int] = []
     total, sign_around, sign_ahead, signs_outside = 0, 1, 1, []
     after_operand = False
     for symbol in text:
@@ -132,8 +148,9 @@ def values_so_far(text: str) -> list[int]:
         else:
             sign_ahead = -sign_ahead  # a minus in front of an operand
         after_operand = symbol == ")" or symbol.isdigit()
-        values.append(total % MODULUS if after_operand else UNASKED)
-    return values
+        sign = SYMBOLS.index("+" if sign_ahead > 0 else "-")
+        answers.append(total % MODULUS if after_operand else sign)
+    return answers
 
 
 LANGUAGES = {

@@ -27,7 +27,7 @@ from study import LARGE_STEPS, Run, Schedule, Study, flags, positive, ranged, se
 
 TEST_LENGTH = 256
 SHORTEST = 3
-SHORT, LONG = 40, 160  # longest sequence in the first and in the last quarter of the training
+SHORT, LONG = 40, 160  # longest sequence at the beginning and at the end of the training
 TOKENS = 64 * SHORT  # in a batch
 FALL = 1e-2  # of the learning rate, while the sequences grow and after
 # An angle has to become exact, but the loss vanishes as soon as all answers are sure, and a model
@@ -74,6 +74,9 @@ class Task(NamedTuple):
         rope_fraction: share of the state that turns.
         turning: of mixers whose turns depend on the tokens.
         lengths: of training sequences, how they are spread from 3 to the longest.
+        headdim: width of a head; each has step sizes and decays of its own.
+        grows: between which shares of the steps the longest sequence grows.
+        falls: from which share of the steps on the learning rate falls.
         averaged: over how many of the last steps weights are averaged, with weights that fall
             exponentially, from the middle of the training on; 1 takes the last weights.
     """
@@ -83,6 +86,9 @@ class Task(NamedTuple):
     rope_fraction: float
     turning: dict[str, Any]
     lengths: str
+    headdim: int = 32
+    grows: tuple[float, float] = (0.25, 0.75)
+    falls: float = 0.25
     averaged: int = 1
 
 
@@ -109,8 +115,11 @@ TASKS = {
         lengths="logarithmic",
     ),
     "arithmetic": ARITHMETIC,
-    # No rule is found that averaging could make exact.
-    "brackets": ARITHMETIC._replace(averaged=1),
+    # What closes a bracket undoes the sign in front of it: there is more to remember, and 16 heads
+    # instead of 4 have a decay of their own for it.
+    "brackets": ARITHMETIC._replace(
+        size=Size(layers=3, width=64, steps=6000), headdim=8, grows=(0.2, 0.6), falls=0.5
+    ),
 }
 QUICK = Size(layers=1, width=32, steps=60, tested=128)
 
@@ -118,7 +127,6 @@ QUICK = Size(layers=1, width=32, steps=60, tested=128)
 MAMBA3 = {
     "layer": "Mamba3",
     "d_state": 64,
-    "headdim": 32,
     "a_activation": "softplus",
     "rotation_range": 2.0,
 }
@@ -130,7 +138,7 @@ ROWS = {
         turns_by="nothing",
     ),
     "Mamba-2": Row(
-        {"layer": "Mamba2", "d_state": 64, "headdim": 32},
+        {"layer": "Mamba2", "d_state": 64},
         paper={"parity": 0.90, "arithmetic": 47.81, "brackets": 0.88},
         turns_by="nothing",
     ),
@@ -148,7 +156,9 @@ ROWS = {
 def row_of(name: str, task: str) -> Row:
     """Return a row of the table with what the task wants, unless the row has its own."""
     row = ROWS[name]
-    wanted = dict(TASKS[task].turning) if row.turns_by == "tokens" else {}
+    wanted: dict[str, Any] = {"headdim": TASKS[task].headdim}
+    if row.turns_by == "tokens":
+        wanted |= TASKS[task].turning
     if row.ssm_cfg["layer"] == "Mamba3":
         wanted["rope_fraction"] = TASKS[task].rope_fraction
     return row._replace(ssm_cfg=wanted | row.ssm_cfg)
@@ -170,9 +180,10 @@ def model_of(row: Row, size: Size, language: Language) -> am.MambaLM:
     return model
 
 
-def longest_at(step: int, steps: int) -> int:
-    """Return the curriculum's longest sequence: a quarter short, growing, a quarter long."""
-    grown = min(max(2 * step / steps - 0.5, 0.0), 1.0)
+def longest_at(step: int, steps: int, grows: tuple[float, float]) -> int:
+    """Return the curriculum's longest sequence: short, growing evenly, long."""
+    start, end = grows
+    grown = min(max((step / steps - start) / (end - start), 0.0), 1.0)
     return SHORT + round(grown * (LONG - SHORT))
 
 
@@ -202,7 +213,7 @@ def loss_of(model: am.MambaLM, task: str, seed: int, step: int, steps: int) -> T
     """
     language, generator = LANGUAGES[task], seeded(TRAINING_DATA, seed, step)
     place = float(torch.rand(1, generator=generator))
-    length = length_at(place, longest_at(step, steps), TASKS[task].lengths)
+    length = length_at(place, longest_at(step, steps, TASKS[task].grows), TASKS[task].lengths)
     batch = language.batch(TOKENS // length, length, generator, uneven=True)
     tokens, answers = after_start(batch, language)
     return F.cross_entropy(model(tokens).flatten(0, 1), answers.flatten(), ignore_index=UNASKED)
@@ -220,14 +231,14 @@ def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> f
     return language.scaled(right / sequences)
 
 
-def learning_rate(peak: float, steps: int) -> Callable[[int], float]:
-    """Return a short warm-up, the peak while sequences are short, then a fall by a constant factor.
+def learning_rate(peak: float, steps: int, falls: float) -> Callable[[int], float]:
+    """Return a short warm-up, the peak for a share of the steps, then a fall by a constant factor.
 
     The longer the sequences, the more exact an angle has to be: the error of one step adds up.
     """
 
     def rate(step: int) -> float:
-        fallen = max(0.0, (step / steps - 0.25) / 0.75)
+        fallen = max(0.0, (step / steps - falls) / (1 - falls))
         return peak * min((step + 1) / WARM_UP, FALL**fallen)
 
     return rate
@@ -252,11 +263,12 @@ def train_cell(
         has_mean = averaged > 1 and mean.n_averaged > 0
         return cast("am.MambaLM", mean.module) if has_mean else model
 
+    rate = learning_rate(peak, size.steps, TASKS[task].falls)
     history = train(
         run,
         nn.ModuleList([model, mean]),
         torch.optim.AdamW(model.parameters(), **ADAM, fused=True),
-        Schedule(stop_at, learning_rate(peak, size.steps), max(20, size.steps // 20)),
+        Schedule(stop_at, rate, max(20, size.steps // 20)),
         loss_at,
         lambda _: {"score": score(judged(), language, size.tested // 8, seed=0)},
         enough=lambda measures: measures["score"] >= SOLVED,
@@ -308,6 +320,8 @@ def setting_of(
         "stop_at": stop_at,
         "solved": SOLVED,
         "lengths": [SHORTEST, SHORT, LONG, TASKS[task].lengths],
+        "grows": TASKS[task].grows,
+        "falls": TASKS[task].falls,
         "averaged": TASKS[task].averaged,
         "test_length": TEST_LENGTH,
         "tokens": TOKENS,

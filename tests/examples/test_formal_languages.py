@@ -2,7 +2,7 @@
 
 import pytest
 
-from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, values_so_far
+from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, answers_in
 from study import seeded
 
 
@@ -25,12 +25,30 @@ def test_answers_are_those_of_python(task, length, uneven):
     for row, asked in zip(tokens.tolist(), answers.tolist(), strict=True):
         text = text_of(row)
         for end, answer in enumerate(asked, 1):
-            prefix = text[:end]
-            assert (answer != UNASKED) == (prefix[-1].isdigit() or prefix[-1] == ")")
-            if answer != UNASKED:
-                closed = prefix + ")" * (prefix.count("(") - prefix.count(")"))
-                assert eval(closed) % MODULUS == answer
-        assert asked[-1] != UNASKED
+            if text[end - 1] in "01234)":
+                assert value_of(text[:end]) == answer
+            elif task == "arithmetic":
+                assert answer == UNASKED
+            else:  # the sign that a one would have here
+                before = value_of(text[:end] + "0")
+                difference = {"+": 1, "-": -1}[SYMBOLS[answer]]
+                assert (value_of(text[:end] + "1") - before - difference) % MODULUS == 0
+        assert text[-1] in "01234)"
+
+
+def value_of(prefix):
+    """Return what Python makes of an expression whose brackets are still open."""
+    return eval(prefix + ")" * (prefix.count("(") - prefix.count(")"))) % MODULUS
+
+
+def test_uneven_rows_lean_to_the_left_and_to_the_right():
+    """The depth of trees of one length varies: that of a comb is larger than that of a bush."""
+    spreads = []
+    for uneven in (False, True):
+        tokens = LANGUAGES["brackets"].batch(100, 60, seeded(5), uneven).tokens
+        steps = (tokens == SYMBOLS.index("(")).int() - (tokens == SYMBOLS.index(")")).int()
+        spreads.append(steps.cumsum(1).amax(1).float().std())
+    assert spreads[1] > 1.5 * spreads[0]
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -51,8 +69,9 @@ def test_uneven_rows_have_frequencies_of_their_own(task):
 
 
 def test_the_examples_of_the_module_hold():
-    none = UNASKED
-    assert [none, 1, none, none, 4, none, none, 0, 0, 0] == values_so_far("(1-(2+-1))")
+    plus, minus = SYMBOLS.index("+"), SYMBOLS.index("-")
+    answers = [plus, 1, minus, minus, 4, minus, plus, 0, 0, 0]
+    assert answers_in("(1-(2+-1))") == answers
 
 
 @pytest.mark.parametrize("task", LANGUAGES)

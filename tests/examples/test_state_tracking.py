@@ -20,6 +20,7 @@ from state_tracking import (
     TASKS,
     Size,
     after_start,
+    learning_rate,
     length_at,
     longest_at,
     loss_of,
@@ -32,9 +33,15 @@ from study import seeded
 
 
 def test_the_curriculum_grows_from_short_to_long():
-    lengths = [longest_at(step, 1000) for step in range(1000)]
+    lengths = [longest_at(step, 1000, (0.25, 0.75)) for step in range(1000)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[249], lengths[750], lengths[-1]) == (SHORT, SHORT, LONG, LONG)
+
+
+def test_the_rate_rises_stays_and_falls():
+    rate = learning_rate(1e-2, 1000, 0.5)
+    assert rate(0) < rate(50) < rate(99) == rate(500) == 1e-2
+    assert rate(1000) == pytest.approx(1e-4)
 
 
 def test_every_row_begins_with_a_symbol_of_its_own_that_asks_nothing():
@@ -128,6 +135,7 @@ def test_rows_get_what_the_task_wants_unless_they_have_their_own():
     assert row_of("Mamba-3", "parity").ssm_cfg["rope_fraction"] == 0.5
     assert row_of("Mamba-3, no rotation", "arithmetic").ssm_cfg["rope_fraction"] == 0.0
     assert row_of("Mamba-3", "arithmetic").ssm_cfg["dt_max"] == 1.0
+    assert row_of("Mamba-2", "brackets").ssm_cfg["headdim"] == 8
     for name in ("Mamba-3, no rotation", "Mamba-2", "Mamba-3, standard rotation"):
         assert "dt_max" not in row_of(name, "arithmetic").ssm_cfg
     assert "rope_fraction" not in row_of("Mamba-2", "arithmetic").ssm_cfg
