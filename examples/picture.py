@@ -31,7 +31,7 @@ def draw_bars(
 
     Args:
         file: PNG to write.
-        values: of each seed, by group and name; an empty list leaves a gap.
+        values: of each seed, by group and name; an empty list leaves a gap that says so.
         axis_name: label of the vertical axis.
         marks: single values to show beside the bars, such as those of a paper.
         mark_name: what the marks are, for the legend.
@@ -44,7 +44,18 @@ def draw_bars(
             if seeds:
                 mean, below, above = spread(seeds)
                 panel.bar(place, mean, 0.7, color=colour, label=name)
-                panel.errorbar(place, mean, [[below], [above]], color="black", capsize=4)
+                if len(seeds) > 1:
+                    panel.errorbar(place, mean, [[below], [above]], color="black", capsize=4)
+            else:
+                panel.text(
+                    place,
+                    0.03,
+                    "not run",
+                    rotation=90,
+                    ha="center",
+                    color="grey",
+                    transform=panel.get_xaxis_transform(),
+                )
             mark = (marks or {}).get(group, {}).get(name)
             if mark is not None:
                 panel.plot(
