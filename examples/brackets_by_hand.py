@@ -17,6 +17,7 @@ than 31 open brackets depths coincide.
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -45,11 +46,11 @@ class Rows:
     """Writes rows of a block's `in_proj` as functions of channels.
 
     Args:
-        block: whose weights are set; they begin at zero.
+        block: a Mamba-3 block; its weights begin at zero.
         length: the squared length of what the norm in front of the block receives.
     """
 
-    def __init__(self, block: am.Mamba3, length: float) -> None:
+    def __init__(self, block: Any, length: float) -> None:
         """Remember the scale of the norm and where each kind of row begins."""
         self.block, self.scale = block, math.sqrt(length / WIDTH + EPSILON)
         self.first: dict[str, int] = {}
@@ -97,7 +98,7 @@ def any_of(symbols: str, factor: float = 1.0) -> dict[int, float]:
     return {TOKEN[symbol]: factor for symbol in symbols}
 
 
-def count_depth(block: am.Mamba3) -> None:
+def count_depth(block: Any) -> None:
     """Block 1: the depth by turns, and whether the token before was an operand."""
     rows, heads = Rows(block, 1.0), range(DEPTHS)
     rows.hold(heads)
@@ -132,7 +133,7 @@ def unary_minus(factor: float) -> dict[int, float]:
     return any_of("-", factor) | {c: -f for c, f in binary_minus(factor).items()}
 
 
-def keep_signs(block: am.Mamba3) -> None:
+def keep_signs(block: Any) -> None:
     """Block 2: a memory per depth, read when its scope closes; and minus signs before operands."""
     rows, heads = Rows(block, 3.0), range(1, DEPTHS)
     rows.hold(heads)
@@ -151,7 +152,7 @@ def keep_signs(block: am.Mamba3) -> None:
     block.out_proj.bias[UNDO + 1] = block.out_proj.bias[UNARY + 1] = 1.0
 
 
-def follow_sign(block: am.Mamba3) -> None:
+def follow_sign(block: Any) -> None:
     """Block 3: the sign of operands, alone where none is, and times the digit."""
     rows, heads = Rows(block, 5.0), range(MODULUS + 1)
     rows.hold(heads)
@@ -168,7 +169,7 @@ def follow_sign(block: am.Mamba3) -> None:
         block.out_proj.weight[SIGNED + head, head] = HEARD
 
 
-def add_up(block: am.Mamba3) -> None:
+def add_up(block: Any) -> None:
     """Block 4: the sum, as an angle."""
     rows, heads = Rows(block, 6.0), range(2)
     rows.hold(heads)
@@ -181,7 +182,7 @@ def add_up(block: am.Mamba3) -> None:
 
 
 @torch.no_grad()
-def brackets_by_hand(rotation_range: float = 2.0) -> am.MambaLM:
+def brackets_by_hand(rotation_range: float = 2.0) -> Any:
     """Return the model; any other rotation range spoils every turn."""
     config = am.MambaConfig(
         d_model=WIDTH,
@@ -201,7 +202,7 @@ def brackets_by_hand(rotation_range: float = 2.0) -> am.MambaLM:
             "rotation_range": rotation_range,
         },
     )
-    model = am.MambaLM(config)
+    model: Any = am.MambaLM(config)
     for parameter in model.parameters():
         parameter.zero_()
     model.backbone.embedding.weight.copy_(torch.eye(len(TOKEN), WIDTH))
