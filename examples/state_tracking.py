@@ -26,6 +26,7 @@ from standard_rotation import rotate_by_position
 from study import LARGE_STEPS, Run, Schedule, Study, flags, positive, ranged, seeded, table, train
 
 TEST_LENGTH = 256
+SHORTER = (20, 40, 80, 160)  # lengths at which a finished model is looked at as well
 SHORTEST = 3
 SHORT, LONG = 40, 160  # longest sequence at the beginning and at the end of the training
 TOKENS = 64 * SHORT  # in a batch
@@ -220,12 +221,14 @@ def loss_of(model: am.MambaLM, task: str, seed: int, step: int, steps: int) -> T
 
 
 @torch.no_grad()
-def score(model: am.MambaLM, language: Language, sequences: int, seed: int) -> float:
+def score(
+    model: am.MambaLM, language: Language, sequences: int, seed: int, length: int = TEST_LENGTH
+) -> float:
     """Return the scaled accuracy of the last answer of sequences of the test length."""
     right = 0
     for first in range(0, sequences, ROWS_AT_ONCE):
         rows = min(ROWS_AT_ONCE, sequences - first)
-        batch = language.batch(rows, TEST_LENGTH, seeded(TEST_DATA, seed, first))
+        batch = language.batch(rows, length, seeded(TEST_DATA, seed, first))
         tokens, answers = after_start(batch, language)
         right += int((model(tokens)[:, -1].argmax(-1) == answers[:, -1]).sum())
     return language.scaled(right / sequences)
@@ -281,6 +284,10 @@ def train_cell(
     # A trial is judged by its loss, which tells rates apart long before the scores do.
     if stop_at == size.steps:
         result["score"] = round(score(judged(), language, size.tested, seed=1), 2)
+        result["shorter"] = {
+            str(length): round(score(judged(), language, size.tested // 4, 2, length), 2)
+            for length in SHORTER
+        }
     return result
 
 
@@ -328,8 +335,10 @@ def setting_of(
     }
 
 
-def scores_of(study: Study, task: str, name: str, size: Size, seeds: Sequence[int]) -> list[float]:
-    """Return the scores of a row on a task, those that are there or may be computed now."""
+def results_of(
+    study: Study, task: str, name: str, size: Size, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the results of a row on a task, those that are there or may be computed now."""
     peak = best_rate(study, task, name, size)
     if peak is None:
         return []
@@ -343,7 +352,7 @@ def scores_of(study: Study, task: str, name: str, size: Size, seeds: Sequence[in
         )
         for seed in seeds
     ]
-    return [result["score"] for result in results if result is not None]
+    return [result for result in results if result is not None]
 
 
 def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
@@ -358,6 +367,17 @@ def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
     return table(["model", *scores], rows)
 
 
+def table_by_length(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return how the models of one task do at other lengths, where that was looked at."""
+    rows = []
+    for name, results in found.items():
+        looked_at = [result for result in results if "shorter" in result]
+        if looked_at:
+            shorter = [ranged([r["shorter"][str(n)] for r in looked_at]) for n in SHORTER]
+            rows.append([name, *shorter, ranged([r["score"] for r in looked_at])])
+    return table(["brackets", *(f"length {n}" for n in (*SHORTER, TEST_LENGTH))], rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute what is missing, print the table and draw it."""
     parser = flags(__doc__ or "")
@@ -365,12 +385,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seeds = range(options.seeds or (1 if options.quick else 3))
     study = Study("state_tracking", options)
-    scores: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for task, column in TASKS.items():
         steps = max(1, round(options.budget * column.size.steps))
         size = QUICK if options.quick else column.size._replace(steps=steps)
-        scores[task] = {name: scores_of(study, task, name, size, seeds) for name in ROWS}
+        results[task] = {name: results_of(study, task, name, size, seeds) for name in ROWS}
+    scores = {
+        task: {name: [r["score"] for r in found] for name, found in rows.items()}
+        for task, rows in results.items()
+    }
     print(table_of(scores))
+    print()
+    print(table_by_length(results["brackets"]))
     print(study.time_spent())
     draw_bars(
         study.picture(),

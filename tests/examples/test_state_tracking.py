@@ -17,6 +17,7 @@ from state_tracking import (
     LONG,
     ROWS,
     SHORT,
+    SHORTER,
     TASKS,
     Size,
     after_start,
@@ -28,6 +29,7 @@ from state_tracking import (
     model_of,
     row_of,
     score,
+    table_by_length,
 )
 from study import seeded
 
@@ -200,6 +202,15 @@ def test_half_a_turn_is_what_makes_it_parity():
 
 def test_every_row_of_the_paper_has_its_three_numbers():
     assert all(set(row.paper) == set(TASKS) for row in ROWS.values() if row.paper)
+
+
+def test_lengths_are_shown_where_they_were_looked_at():
+    shorter = {str(length): 50.0 for length in SHORTER}
+    found = {"Mamba-3": [{"score": 7.0, "shorter": shorter}], "Mamba-2": [{"score": 1.0}]}
+    lines = table_by_length(found).splitlines()
+    assert len(lines) == 3
+    assert lines[-1].startswith("| Mamba-3 | 50.0 (50.0 to 50.0) |")
+    assert lines[-1].endswith("| 7.0 (7.0 to 7.0) |")
 
 
 @pytest.mark.slow
