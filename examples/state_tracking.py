@@ -58,12 +58,22 @@ class Row(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large the model of a task is, how long it is trained, how many sequences test it."""
+    """How large the model of a task is, how long it is trained, how many sequences test it.
+
+    After the steps of the curriculum, `again` more may follow: the learning rate rises and falls a
+    second time, and the sequences stay long.
+    """
 
     layers: int
     width: int
     steps: int
     tested: int = 2048
+    again: int = 0
+
+    @property
+    def all_steps(self) -> int:
+        """Return the steps of the whole training."""
+        return self.steps + self.again
 
 
 class Task(NamedTuple):
@@ -79,7 +89,8 @@ class Task(NamedTuple):
         grows: between which shares of the steps the longest sequence grows.
         falls: from which share of the steps on the learning rate falls.
         averaged: over how many of the last steps weights are averaged, with weights that fall
-            exponentially, from the middle of the training on; 1 takes the last weights.
+            exponentially, from the middle of the training, or of its repetition, on; 1 takes the
+            last weights.
     """
 
     size: Size
@@ -119,7 +130,10 @@ TASKS = {
     # What closes a bracket undoes the sign in front of it: there is more to remember, and 16 heads
     # instead of 4 have a decay of their own for it.
     "brackets": ARITHMETIC._replace(
-        size=Size(layers=3, width=64, steps=3000), headdim=8, grows=(0.2, 0.65), falls=0.5
+        size=Size(layers=3, width=64, steps=3000, again=2000),
+        headdim=8,
+        grows=(0.2, 0.65),
+        falls=0.5,
     ),
 }
 QUICK = Size(layers=1, width=32, steps=60, tested=128)
@@ -234,13 +248,18 @@ def score(
     return language.scaled(right / sequences)
 
 
-def learning_rate(peak: float, steps: int, falls: float) -> Callable[[int], float]:
+def learning_rate(peak: float, size: Size, falls: float) -> Callable[[int], float]:
     """Return a short warm-up, the peak for a share of the steps, then a fall by a constant factor.
+
+    And all of it a second time, if the training goes on behind the curriculum.
 
     The longer the sequences, the more exact an angle has to be: the error of one step adds up.
     """
 
     def rate(step: int) -> float:
+        steps = size.steps
+        if step >= steps and size.again:
+            step, steps = step - steps, size.again
         fallen = max(0.0, (step / steps - falls) / (1 - falls))
         return peak * min((step + 1) / WARM_UP, FALL**fallen)
 
@@ -258,7 +277,7 @@ def train_cell(
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / averaged))
 
     def loss_at(step: int) -> Tensor:
-        if step > size.steps // 2:
+        if step > size.all_steps - (size.again or size.steps) / 2:
             mean.update_parameters(model)
         return loss_of(model, task, seed, step, size.steps)
 
@@ -266,7 +285,7 @@ def train_cell(
         has_mean = averaged > 1 and mean.n_averaged > 0
         return cast("am.MambaLM", mean.module) if has_mean else model
 
-    rate = learning_rate(peak, size.steps, TASKS[task].falls)
+    rate = learning_rate(peak, size, TASKS[task].falls)
     history = train(
         run,
         nn.ModuleList([model, mean]),
@@ -282,7 +301,7 @@ def train_cell(
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     # A trial is judged by its loss, which tells rates apart long before the scores do.
-    if stop_at == size.steps:
+    if stop_at == size.all_steps:
         result["score"] = round(score(judged(), language, size.tested, seed=1), 2)
         result["shorter"] = {
             str(length): round(score(judged(), language, size.tested // 4, 2, length), 2)
@@ -345,9 +364,9 @@ def results_of(
     results = [
         study.cell(
             f"{task} | {name} | seed {seed}",
-            setting_of(task, name, size, seed, peak, size.steps),
+            setting_of(task, name, size, seed, peak, size.all_steps),
             lambda run, seed=seed, peak=peak: train_cell(
-                run, task, row_of(name, task), size, seed, peak, size.steps
+                run, task, row_of(name, task), size, seed, peak, size.all_steps
             ),
         )
         for seed in seeds
@@ -387,8 +406,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study = Study("state_tracking", options)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for task, column in TASKS.items():
-        steps = max(1, round(options.budget * column.size.steps))
-        size = QUICK if options.quick else column.size._replace(steps=steps)
+        steps, again = (round(options.budget * n) for n in (column.size.steps, column.size.again))
+        whole = column.size._replace(steps=max(1, steps), again=again)
+        size = QUICK if options.quick else whole
         results[task] = {name: results_of(study, task, name, size, seeds) for name in ROWS}
     scores = {
         task: {name: [r["score"] for r in found] for name, found in rows.items()}
