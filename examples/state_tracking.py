@@ -31,6 +31,7 @@ SHORTEST = 3
 SHORT, LONG = 40, 160  # longest sequence at the beginning and at the end of the training
 TOKENS = 64 * SHORT  # in a batch
 FALL = 1e-2  # of the learning rate, while the sequences grow and after
+AGAIN = 0.25  # of the learning rate at the beginning, when it falls a second time
 # An angle has to become exact, but the loss vanishes as soon as all answers are sure, and a model
 # that is perfect at 160 may drift away before 256. The decay keeps weights that nothing asks for
 # at zero, among them small turns at symbols that should not turn; averaging the weights of the last
@@ -60,8 +61,8 @@ class Row(NamedTuple):
 class Size(NamedTuple):
     """How large the model of a task is, how long it is trained, how many sequences test it.
 
-    After the steps of the curriculum, `again` more may follow: the learning rate rises and falls a
-    second time, and the sequences stay long.
+    After the steps of the curriculum, `again` more may follow: a quarter of the learning rate falls
+    a second time, and the sequences stay long.
     """
 
     layers: int
@@ -251,17 +252,17 @@ def score(
 def learning_rate(peak: float, size: Size, falls: float) -> Callable[[int], float]:
     """Return a short warm-up, the peak for a share of the steps, then a fall by a constant factor.
 
-    And all of it a second time, if the training goes on behind the curriculum.
+    And all of it a second time, lower, if the training goes on behind the curriculum.
 
     The longer the sequences, the more exact an angle has to be: the error of one step adds up.
     """
 
     def rate(step: int) -> float:
-        steps = size.steps
+        top, steps = peak, size.steps
         if step >= steps and size.again:
-            step, steps = step - steps, size.again
+            top, step, steps = AGAIN * peak, step - steps, size.again
         fallen = max(0.0, (step / steps - falls) / (1 - falls))
-        return peak * min((step + 1) / WARM_UP, FALL**fallen)
+        return top * min((step + 1) / WARM_UP, FALL**fallen)
 
     return rate
 
@@ -342,6 +343,7 @@ def setting_of(
         "learning_rate": peak,
         "warm_up": WARM_UP,
         "fall": FALL,
+        "again": AGAIN,
         "adam": ADAM,
         "stop_at": stop_at,
         "solved": SOLVED,
