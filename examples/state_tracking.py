@@ -131,7 +131,7 @@ TASKS = {
     # What closes a bracket undoes the sign in front of it: there is more to remember, and 16 heads
     # instead of 4 have a decay of their own for it.
     "brackets": ARITHMETIC._replace(
-        size=Size(layers=3, width=64, steps=3000, again=2000),
+        size=Size(layers=3, width=64, steps=3000, again=1200),
         headdim=8,
         grows=(0.2, 0.65),
         falls=0.5,
