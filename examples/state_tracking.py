@@ -417,8 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task, rows in results.items()
     }
     print(table_of(scores))
-    print()
-    print(table_by_length(results["brackets"]))
+    if any("shorter" in result for found in results["brackets"].values() for result in found):
+        print()
+        print(table_by_length(results["brackets"]))
     print(study.time_spent())
     draw_bars(
         study.picture(),
