@@ -21,7 +21,9 @@ __all__ = ["tied_embedding"]
 def tied_embedding(ids_bs: Tensor, weight_wd: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows that were looked up, and the weight for the head.
 
-    Both gradients arrive as one. Values are those of `torch.nn.functional.embedding`.
+    Both gradients arrive as one. Values are those of `torch.nn.functional.embedding`. The second
+    result is for `head_cross_entropy` alone: what it sends back is added to in place, and another
+    function might have shared it with somebody else.
 
     Args:
         ids_bs: token ids, any shape.
