@@ -40,7 +40,7 @@ THEIR_LONGEST = 256
 QUADRATIC = "the backward of its Mamba-1 is quadratic in the length; 256 tokens show it"
 SHORTER = "takes minutes here; 256 tokens show it"
 ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
-NARROW_TRAINING = "multiplies bfloat16 at the rate above: a minute or more for one step"
+NARROW_TRAINING = "float32 shows it"
 
 
 def lm_case(
