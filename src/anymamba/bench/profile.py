@@ -11,11 +11,12 @@ from anymamba.errors import BackendError
 
 __all__ = ["Profile", "profile_block"]
 
-# The Functions of `ops.boundary`, by the names that the profiler sees.
+# The Functions of `ops.boundary`, by the names that the profiler sees. Where nobody differentiates
+# there is no Function, and our operators are in the rest.
 NAMES = {
-    "Recompute": "our operators, forward",
+    "Eager": "our operators, forward",
     "Backward": "our operators, backward",
-    "RecomputeBackward": "our operators, backward",
+    "EagerBackward": "our operators, backward",
 }
 TOP = 6
 

@@ -191,7 +191,10 @@ def _memory(report: Report) -> PlainTable:
     reasons = (
         f"{x.way}: {x.why_not} ({x.model} b1 s{x.length})." for x in report.memory if x.why_not
     )
-    note = "peak: gradients included, weights not; float32, without the optimiser."
+    note = (
+        "peak: gradients included, weights not; ours by torch's allocator, a peer's by the memory "
+        "of its process; float32, without the optimiser."
+    )
     columns = ("training step", "way", "peak", "time")
     return PlainTable("Memory of a training step", columns, rows, 2, (note, *reasons))
 

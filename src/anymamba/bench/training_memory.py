@@ -15,9 +15,8 @@ from anymamba.models import MambaConfig, MambaLM, preset, recompute_layers
 __all__ = ["TrainingMemory", "memory_figures"]
 
 # Longer than this a peer is not waited for, and more than this share of the memory it may not take.
-MOST_SECONDS = 120.0
+MOST_SECONDS = 60.0
 MOST_SHARE = 0.8
-MAMBA1_LENGTH = 64
 # Where the machine does not say how much memory is free.
 USUAL_BYTES = 8 * 2**30
 # Losses of the same tokens: rounding, through a stack of layers.
@@ -34,7 +33,7 @@ class TrainingMemory(NamedTuple):
         length: tokens of the one sequence.
         way: who computes it.
         peak: most bytes at once, gradients included, weights not; None when it was not run.
-        seconds: of the step, with the profiler on.
+        seconds: of the step; ours with the profiler on.
         error: of the loss, against the first way's; 0 for that one.
         why_not: why it was not run.
     """
@@ -64,8 +63,7 @@ def memory_figures(
 
     Args:
         models: names of presets.
-        lengths: a short one, which a peer can do, and another one. Of Mamba-1 the first is at most
-            64: a peer's loop over tokens has more operations than the profiler can keep.
+        lengths: a short one, which a peer can do, and another one.
         configs: other models than the presets of these names.
         tell: is told what happens.
     """
@@ -73,10 +71,9 @@ def memory_figures(
         config = (configs or {}).get(name) or preset(name)
         torch.manual_seed(0)
         lm = MambaLM(config)
-        short = min(lengths[0], MAMBA1_LENGTH) if config.layer == "Mamba1" else lengths[0]
-        for length in (short, lengths[1]):
+        for length in lengths:
             loss: float | None = None
-            for way in WAYS[: 2 if length == short else 4]:
+            for way in WAYS[: 2 if length == lengths[0] else 4]:
                 tell(f"memory of {name}, {length} tokens, {way}")
                 found = _theirs(lm, way, length) if way in THEIRS else _ours(lm, way, length)
                 if isinstance(found, str):
