@@ -62,27 +62,6 @@ ANYMAMBA_INLINE void sum_fours(Vec a, Vec b, Vec c, Vec d, float *to) {
 #endif
 }
 
-// A vector of which only the first `count` lanes may exist: whole ones mostly, which then cost no
-// copy as in `load_part`.
-ANYMAMBA_INLINE Vec load_most(const float *from, int64_t count) {
-#if defined(__AVX512F__)
-    return _mm512_maskz_loadu_ps((__mmask16)(count >= kWidth ? 0xFFFF : (1 << count) - 1), from);
-#else
-    return count >= kWidth ? load(from) : load_part(from, count);
-#endif
-}
-
-ANYMAMBA_INLINE void store_most(float *to, Vec value, int64_t count) {
-#if defined(__AVX512F__)
-    _mm512_mask_storeu_ps(to, (__mmask16)(count >= kWidth ? 0xFFFF : (1 << count) - 1), value);
-#else
-    if (count >= kWidth)
-        store(to, value);
-    else
-        store_part(to, value, count);
-#endif
-}
-
 // 1 - 2 / (exp(2x) + 1), and the odd series where that would cancel.
 ANYMAMBA_INLINE Vec tanh(Vec x) {
     const Vec square = x * x;

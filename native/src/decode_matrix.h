@@ -23,7 +23,7 @@ struct Activations {
 // too few places for lines under way, so products waited for memory and memory for products. Eight
 // rows of bfloat16 came at 21 GB/s from there and 33 GB/s from here, on two cores that can 35.
 constexpr int64_t kReach = 64 << 10;
-// One vector of float32 does nothing but wait, and what is near need not be fetched again.
+// One vector does nothing but wait, and what is near need not be fetched again.
 constexpr int64_t kNearReach = 4 << 10;
 
 // Memory that will be read soon. Rows are short and several are read at once, which the hardware
@@ -80,8 +80,8 @@ struct Lookahead {
 // Fills the form of `values` that the matrix wants.
 void prepare(const DecodeMatrix &matrix, Activations *x);
 
-// out[b][row] = bias[row] + W[row] . x[b] for the rows from `first` to before `last`. The order of
-// each sum is fixed, whatever the number of vectors. Towards the end it asks for `next`.
+// out[b][row] = bias[row] + W[row] . x[b] for the rows of a share. The order of each sum is fixed,
+// whatever the number of vectors. Towards the end it asks for `next`.
 void multiply(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
               int64_t out_stride);
 

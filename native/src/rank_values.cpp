@@ -9,19 +9,6 @@ namespace {
 constexpr int64_t kValueRows = 8;
 constexpr int64_t kValueChannels = 128;
 
-template <class T>
-ANYMAMBA_INLINE Vec load_some(const T *from, int64_t left) {
-    return left >= kWidth ? load(from) : load_part(from, left);
-}
-
-template <class T>
-ANYMAMBA_INLINE void store_some(T *to, Vec value, int64_t left) {
-    if (left >= kWidth)
-        store(to, value);
-    else
-        store_part(to, value, left);
-}
-
 struct RankValues {
     int64_t rows, ranks, channels, lanes;  // lanes: channels in whole vectors, or blocks
     const anymamba_tensor &x, &wide;       // [s][v]; [s][m][v]: the values or their gradient
@@ -33,8 +20,8 @@ struct RankValues {
         T *to = static_cast<T *>(wide.data) + row * wide.stride[0];
         for (int64_t rank = 0; rank < ranks; ++rank)
             for (int64_t place = 0; place < channels; place += kWidth) {
-                const Vec value = load_some(from + place, channels - place);
-                store_some(to + rank * wide.stride[1] + place,
+                const Vec value = load_most(from + place, channels - place);
+                store_most(to + rank * wide.stride[1] + place,
                            value * load(weight + rank * lanes + place), channels - place);
             }
     }
@@ -52,15 +39,15 @@ struct RankValues {
             T *to = static_cast<T *>(grad_x.data) + row * grad_x.stride[0] + start;
             for (int64_t place = 0; place < count; place += kWidth) {
                 const int64_t left = count - place;
-                const Vec value = load_some(from + place, left);
+                const Vec value = load_most(from + place, left);
                 Vec total = {};
                 for (int64_t rank = 0; rank < ranks; ++rank) {
-                    const Vec arrived = load_some(above + rank * wide.stride[1] + place, left);
+                    const Vec arrived = load_most(above + rank * wide.stride[1] + place, left);
                     float *sum = sums + rank * kValueChannels + place;
                     total += arrived * load(weight + rank * lanes + start + place);
                     store(sum, load(sum) + arrived * value);
                 }
-                store_some(to + place, total, left);
+                store_most(to + place, total, left);
             }
         }
         for (int64_t rank = 0; rank < ranks; ++rank)

@@ -19,12 +19,9 @@ struct StepSize {
     void forward(int64_t row) const {
         const T *from = static_cast<const T *>(x.data) + row * x.stride[0];
         float *out = static_cast<float *>(to.data) + row * to.stride[0];
-        int64_t place = 0;
-        for (; place + kWidth <= channels; place += kWidth)
-            store(out + place, softplus(load(from + place) + load(bias + place)));
-        if (place < channels) {
-            const Vec value = load_part(from + place, channels - place) + load(bias + place);
-            store_part(out + place, softplus(value), channels - place);
+        for (int64_t place = 0; place < channels; place += kWidth) {
+            const Vec value = load_most(from + place, channels - place) + load(bias + place);
+            store_most(out + place, softplus(value), channels - place);
         }
     }
 
@@ -39,16 +36,11 @@ struct StepSize {
             T *out = static_cast<T *>(to.data) + row * to.stride[0] + start;
             for (int64_t place = 0; place < count; place += kWidth) {
                 const int64_t left = count - place;
-                const bool whole = left >= kWidth;
-                const Vec value = whole ? load(from + place) : load_part(from + place, left);
-                const Vec arrived = whole ? load(above + start + place)
-                                          : load_part(above + start + place, left);
+                const Vec value = load_most(from + place, left);
+                const Vec arrived = load_most(above + start + place, left);
                 const Vec result = arrived * sigmoid(value + load(bias + start + place));
                 store(sums + place, load(sums + place) + result);
-                if (whole)
-                    store(out + place, result);
-                else
-                    store_part(out + place, result, left);
+                store_most(out + place, result, left);
             }
         }
         for (int64_t place = 0; place < count; ++place)

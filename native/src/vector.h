@@ -146,6 +146,34 @@ ANYMAMBA_INLINE void store_part(T *to, Vec value, int64_t count) {
 }
 #endif
 
+// A vector of which only the first `count` lanes may exist: whole ones mostly, which cost no copy.
+#if defined(__AVX512F__)
+ANYMAMBA_INLINE int64_t lanes_of(int64_t count) { return count < kWidth ? count : kWidth; }
+
+template <class T>
+ANYMAMBA_INLINE Vec load_most(const T *from, int64_t count) {
+    return load_part(from, lanes_of(count));
+}
+
+template <class T>
+ANYMAMBA_INLINE void store_most(T *to, Vec value, int64_t count) {
+    store_part(to, value, lanes_of(count));
+}
+#else
+template <class T>
+ANYMAMBA_INLINE Vec load_most(const T *from, int64_t count) {
+    return count >= kWidth ? load(from) : load_part(from, count);
+}
+
+template <class T>
+ANYMAMBA_INLINE void store_most(T *to, Vec value, int64_t count) {
+    if (count >= kWidth)
+        store(to, value);
+    else
+        store_part(to, value, count);
+}
+#endif
+
 ANYMAMBA_INLINE float sum_lanes(Vec value) {
     float lanes[kWidth];
     store(lanes, value);
