@@ -134,12 +134,12 @@ def test_integers_equal_their_dequantised_weights(name, scheme, rows, kind, monk
 @KINDS
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
-def test_rounded_activations_cost_less_than_rounded_weights(name, scheme, kind):
+def test_what_rounded_activations_cost_beside_rounded_weights(name, scheme, kind):
     """Integers for activations lose little beside what integers for weights lost.
 
     Bytes for activations lose what bytes for weights do.
     """
-    share = 0.3 if scheme == "int4" else 1.2 if kind in BYTES else 0.05
+    share = 0.1 if scheme == "int4" else 1.2 if kind in BYTES else 0.01
     plain, lm = model(name), quantize_lm(model(name), scheme)
     ids_b = tokens(8)
     caches = [used_cache(lm, 8) for _ in range(3)]

@@ -28,13 +28,13 @@ from anymamba.models import MambaConfig, MambaLM
 __all__ = ["PeerStep", "StepMemory", "measure_step", "peer_step"]
 
 _RUN = "from anymamba.bench.peer_memory import answer; answer()"
-# What a process says, or dies of, when it is refused memory.
+# What a process says when it is refused memory, and how the system ends one that took too much.
 _REFUSED = (
     *("can't allocate memory", "Cannot allocate memory", "MemoryError", "bad_alloc"),
-    # A thread whose stack is refused.
-    "Resource temporarily unavailable",
+    # A thread whose stack is refused, and oneDNN.
+    *("Resource temporarily unavailable", "could not create a primitive"),
 )
-_FATAL_SIGNALS = (-6, -9, -11)
+_KILLED = -9
 
 
 class PeerStep(NamedTuple):
@@ -94,7 +94,7 @@ def peer_step(step: PeerStep, seconds: float) -> StepMemory | str:
     if done.returncode == 0:
         return StepMemory(*pickle.loads(done.stdout))
     told = done.stderr.decode(errors="replace")
-    if done.returncode in _FATAL_SIGNALS or any(word in told for word in _REFUSED):
+    if done.returncode == _KILLED or any(word in told for word in _REFUSED):
         return f"one step needs more than {step.limit / 1e9:.1f} GB"
     raise RuntimeError(f"bench: a step of transformers failed:\n{told[-2000:]}")
 
