@@ -73,7 +73,7 @@ ANYMAMBA_INLINE void open_scales(const Rows &scales, int64_t block, int64_t coun
         for (int64_t lane = 0; lane < kLanes; ++lane)
             memcpy(part[lane], scales.row(lane) + block * sizeof(BFloat16),
                    (size_t)count * sizeof(BFloat16));
-        EightRows<true>{part[0], 16, kLanes}.turn(0, pairs);
+        EightRows<true>{{part[0], 16, kLanes}}.turn(0, pairs);
     }
     for (int64_t pair = 0; pair < kSpan / 2; ++pair) {
         to[2 * pair] = (Floats)(pairs[pair] << 16);
@@ -106,11 +106,11 @@ struct Strip {
 
     ANYMAMBA_INLINE EightRows<kWhole> weights_of(int64_t group) const {
         const int64_t skip = group * kLanes;
-        return {data + skip * row_bytes(), row_bytes(), count - skip};
+        return {{data + skip * row_bytes(), row_bytes(), count - skip}};
     }
     ANYMAMBA_INLINE EightRows<kWhole> scales_of(int64_t group) const {
         const int64_t skip = group * kLanes;
-        return {scales + skip * scale_bytes(), scale_bytes(), count - skip};
+        return {{scales + skip * scale_bytes(), scale_bytes(), count - skip}};
     }
 };
 

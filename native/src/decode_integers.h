@@ -6,7 +6,7 @@
 // paid once for all vectors.
 #pragma once
 
-#include "decode_matrix.h"
+#include "decode_rows.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -23,13 +23,6 @@ typedef uint32_t Words __attribute__((vector_size(32)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef float Floats __attribute__((vector_size(32)));
-
-template <class T>
-ANYMAMBA_INLINE T fetch(const void *from) {
-    T value;
-    memcpy(&value, from, sizeof(value));
-    return value;
-}
 
 // Sums of the products of neighbouring pairs: one instruction on x86.
 ANYMAMBA_INLINE Ints pair_products(Shorts a, Shorts b) {
@@ -56,16 +49,9 @@ ANYMAMBA_INLINE Shorts byte_products(Shorts a, Shorts b) {
 #endif
 }
 
-// Up to eight matrix rows. The lanes of missing ones repeat the last.
 template <bool kWhole>
-struct EightRows {
-    const uint8_t *first;
-    int64_t bytes;  // from row to row
-    int64_t count;
-
-    ANYMAMBA_INLINE const uint8_t *row(int64_t lane) const {
-        return first + (kWhole ? lane : smaller(lane, count - 1)) * bytes;
-    }
+struct EightRows : StoredRows<kWhole> {
+    using StoredRows<kWhole>::row;
 
     // The sixteen bytes at `offset` of every row, as four vectors: four bytes of a row in its lane.
     ANYMAMBA_INLINE void turn(int64_t offset, Words *to) const {

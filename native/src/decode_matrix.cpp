@@ -207,17 +207,13 @@ int64_t write_group(const DecodeMatrix &matrix, const Activations &x, int64_t ro
     return kVectors;
 }
 
-// One vector does nothing but wait, and asks for what is near.
-template <int kVectors>
-constexpr bool kIsNear = kVectors == 1;
-
 // The rows of a share as far as groups of kRows go; returns where it ended.
 template <class Format, int kRows, int kVectors>
 int64_t write_groups(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
                      float *out, int64_t out_stride) {
     const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
     const int64_t columns = matrix.columns, shares = ceil_div(x.rows, kVectors);
-    const Lookahead<kIsNear<kVectors>> lookahead(
+    const Lookahead<kVectors == 1> lookahead(
         data + own.last * columns, next, kRows * columns * (int64_t)sizeof(*data),
         ceil_div(columns, Format::kStep), shares);
     int64_t row = own.first;

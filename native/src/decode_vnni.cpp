@@ -5,7 +5,7 @@
 // Activations are bytes with a scale for every block, for both formats.
 #include <immintrin.h>
 
-#include "decode_matrix.h"
+#include "decode_rows.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
@@ -17,23 +17,9 @@ constexpr int64_t kUnits = 8;
 constexpr int64_t kSpan = 8;
 constexpr float kLargest = 127.0f;
 
-template <class T>
-ANYMAMBA_INLINE T fetch(const void *from) {
-    T value;
-    memcpy(&value, from, sizeof(value));
-    return value;
-}
-
-// Up to sixteen matrix rows. The lanes of missing ones repeat the last.
 template <bool kWhole>
-struct SixteenRows {
-    const uint8_t *first;
-    int64_t bytes;  // from row to row
-    int64_t count;
-
-    ANYMAMBA_INLINE const uint8_t *row(int64_t lane) const {
-        return first + (kWhole ? lane : smaller(lane, count - 1)) * bytes;
-    }
+struct SixteenRows : StoredRows<kWhole> {
+    using StoredRows<kWhole>::row;
 
     // Sixteen bytes at `offset` of the rows lane, lane + 4, lane + 8 and lane + 12.
     ANYMAMBA_INLINE __m512i quarters(int64_t lane, int64_t offset) const {
@@ -131,7 +117,7 @@ ANYMAMBA_INLINE void open_scales(const SixteenRows<kWhole> &scales, int64_t bloc
         for (int64_t lane = 0; lane < kLanes; ++lane)
             memcpy(part[lane], scales.row(lane) + block * sizeof(BFloat16),
                    (size_t)count * sizeof(BFloat16));
-        turn_sixteen(SixteenRows<true>{part[0], 16, kLanes}, 0, pairs);
+        turn_sixteen(SixteenRows<true>{{part[0], 16, kLanes}}, 0, pairs);
     }
     const __m512i odd = _mm512_set1_epi32((int32_t)0xFFFF0000);
     for (int64_t pair = 0; pair < kSpan / 2; ++pair) {
@@ -174,8 +160,8 @@ struct Strip {
 // register. The order of a sum: blocks one after the other, each of them exact.
 template <class Format, bool kWhole, bool kOne>
 ANYMAMBA_INLINE void add_blocks(const Strip &strip, const Activations &x, Soon next, __m512 *acc) {
-    const SixteenRows<kWhole> weights{strip.data, strip.bytes, strip.count};
-    const SixteenRows<kWhole> scales{strip.scales, strip.scale_bytes, strip.count};
+    const SixteenRows<kWhole> weights{{strip.data, strip.bytes, strip.count}};
+    const SixteenRows<kWhole> scales{{strip.scales, strip.scale_bytes, strip.count}};
     const int64_t vectors = kOne ? 1 : x.rows, blocks = strip.blocks;
     Ahead<false> ahead = strip.ahead(next);
     strip.ask_for_scales();
