@@ -1,13 +1,19 @@
-"""Memory in large pages: results of kernels, and weights with the same values as before."""
+"""Memory in large pages: results of kernels, and weights with the same values as before.
+
+And freed memory that stays.
+"""
 
 import copy
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from anymamba.ops import copy_to_large_pages
+from anymamba.ops import copy_to_large_pages, keep_freed_memory
 from anymamba.ops.native import new_tensor
 
 LARGE_PAGE = 2 << 20
@@ -76,3 +82,33 @@ def test_results_of_a_few_megabytes_ask_for_large_pages():
     """Memory of the heap may have been used before, so only the wish is certain."""
     tensor = new_tensor(torch.zeros(1), (5 << 20,), torch.uint8)
     assert "hg" in mapping_of(tensor)["VmFlags:"]
+
+
+RESIDENT_AFTER_A_LARGE_TENSOR = """
+import sys, torch
+from pathlib import Path
+from anymamba.ops import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit("not agreed")
+def resident():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+before = resident()
+for _ in range(2):  # the C library learns from the first large block that it frees
+    torch.ones(64 << 18)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+@pytest.mark.parametrize("how", ["keep", "plain"])
+def test_freed_memory_stays_where_a_program_wants_it(how):
+    """In a process of its own, because it holds for all of it."""
+    command = [sys.executable, "-c", RESIDENT_AFTER_A_LARGE_TENSOR, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (int(done.stdout) >= 60 << 20) == (how == "keep")
+
+
+def test_other_systems_keep_nothing(monkeypatch):
+    """They say so, and nothing else happens."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_freed_memory() is False

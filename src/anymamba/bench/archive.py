@@ -107,7 +107,7 @@ _ABOUT = """\
 - All ways of a case ran in turns in one process, after each had agreed with the plain loop over
   time in float32 on a shorter sequence; half types within 2% and twice the error that the loop
   itself has in that type, never more than half. Times are medians; `+-` is half the middle half of
-  the runs.
+  the runs. Freed memory is kept for the next run (`keep_freed_memory`), whoever freed it.
 - `portable`: the fastest portable path at its best chunk length, compiled kernels switched off.
   `gain`: the speed over it. `serial`: autograd over the chunks. `unbind`: a loop over tokens.
 - `transformers` and `llama.cpp` compute with the same weights. Of a prompt everybody returns the

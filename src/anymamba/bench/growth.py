@@ -78,9 +78,9 @@ def growth_figures(
 ) -> list[Growth]:
     """Measure seconds per token of SSD core (one group) and selective scan at several lengths.
 
-    Every run returns new tensors, as a user's does, and filling their memory for the first time is
-    part of its time at every length: small ones are found again on the heap, those above 32 MB are
-    mapped anew (`ops/native/memory.py`).
+    Every run returns new tensors, as a user's does. Where freed memory is kept
+    (`keep_freed_memory`, as in `anymamba bench`) it is found again at every length; else those
+    above 32 MB are mapped anew, and filling their pages for the first time is part of the time.
 
     Args:
         lengths: of the sequences.

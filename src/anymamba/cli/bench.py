@@ -66,8 +66,10 @@ class Bench:
         import torch
 
         from anymamba.bench import GROUPS, Suite, budget_table, rates_line, run_suite
+        from anymamba.ops import keep_freed_memory
 
         self._check()
+        keep_freed_memory()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         suite = Suite(

@@ -67,8 +67,10 @@ def train_with_display(
 ) -> "RunSummary":
     """Train in view of the person at the terminal; Ctrl-C ends the run after its step."""
     from anymamba.cli.train_display import open_display
+    from anymamba.ops import keep_freed_memory
     from anymamba.train import Trainer
 
+    keep_freed_memory()
     display = open_display(terminal)
     trainer = Trainer(recipe, resume=resume, watch=display)
     with display, _stopping(terminal, trainer):

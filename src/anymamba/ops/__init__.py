@@ -25,7 +25,12 @@ from anymamba.ops.embedding import tied_embedding
 from anymamba.ops.half_linear import linear
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
 from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
-from anymamba.ops.native import NativeStatus, copy_to_large_pages, native_status
+from anymamba.ops.native import (
+    NativeStatus,
+    copy_to_large_pages,
+    keep_freed_memory,
+    native_status,
+)
 from anymamba.ops.norm import AddNorm, add_layer_norm, add_rms_norm, gated_rms_norm, rms_norm
 from anymamba.ops.numerics import (
     A_ACTIVATIONS,
@@ -151,6 +156,7 @@ __all__ = [
     "k3_ssd_chunk_state",
     "k4_ssd_state_passing",
     "k5_ssd_chunk_scan",
+    "keep_freed_memory",
     "keys_by_angle",
     "keys_by_quaternion",
     "linear",

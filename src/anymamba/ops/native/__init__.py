@@ -12,7 +12,7 @@ from anymamba.ops.native.call import (
 )
 from anymamba.ops.native.kernel import Kernel, check_storage, refusal_of
 from anymamba.ops.native.library import NativeStatus, native_status
-from anymamba.ops.native.memory import copy_to_large_pages, new_tensor
+from anymamba.ops.native.memory import copy_to_large_pages, keep_freed_memory, new_tensor
 from anymamba.ops.native.threads import kernel_threads
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "NativeStatus",
     "check_storage",
     "copy_to_large_pages",
+    "keep_freed_memory",
     "kernel_in_force",
     "kernel_threads",
     "native_status",
