@@ -95,7 +95,7 @@ def growth_figures(
                 runs[str(length)], impl = make(length, mode)
             for run in runs.values():
                 run()
-            timings = interleave(runs, seconds=0.5, least=2, most=15)
+            timings = interleave(runs, seconds=0.5, least=5, most=15)
             per_token = {length: timings[str(length)].median / length for length in lengths}
             found.append(Growth(name, mode, impl, per_token))
             del runs

@@ -42,8 +42,9 @@ _ALWAYS_NEW = 32 << 20
 _PAGE = 4096
 _LARGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in glibc's malloc.h
-_KEPT_AT_MOST = 2**31 - 1
+# Of mallopt, in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER = -1
 _MAPPED_APART = 1 << 30
 # Several times per page, so that there are enough of them for torch to share out to its threads.
 _BETWEEN_TOUCHES = 1024
@@ -102,7 +103,7 @@ def copy_to_large_pages(tensor: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep up to 2 GB of freed memory for what the process allocates next.
+    """Let the C library keep freed memory for what the process allocates next.
 
     A training loop frees and allocates the same large tensors in every step. By default each of
     them goes back to the system and comes again as new pages, which have to be filled with zeros;
@@ -110,9 +111,10 @@ def keep_freed_memory() -> bool:
     MIMO model 6% (2048 tokens) and 24% (256 tokens) faster there, and the time per token the same
     at all lengths.
 
-    It is a decision about the whole process, and memory that is kept is missing elsewhere; so
-    programs make it, not libraries: `anymamba train` and `anymamba bench` do. Call it once, at the
-    beginning.
+    It is a decision about the whole process, and memory that is kept is missing elsewhere: from
+    then on the process holds what it needed at its peak, but for single blocks of a gigabyte and
+    more. So programs decide it, not libraries: `anymamba train` and `anymamba bench` do. Call it
+    once, at the beginning.
 
     Returns:
         Whether the C library agreed; only glibc (most Linux systems) knows this.
@@ -124,10 +126,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
-    # Blocks beyond the second size are mapped apart and given back, whatever the first says.
-    return bool(
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_AT_MOST) and mallopt(_M_MMAP_THRESHOLD, _MAPPED_APART)
-    )
+    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER) and mallopt(_M_MMAP_THRESHOLD, _MAPPED_APART))
 
 
 @functools.cache
