@@ -10,7 +10,11 @@
 #include <omp.h>
 #endif
 
-#if defined(_WIN32)
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(_WIN32)
 #include <thread>
 #else
 #include <sched.h>
@@ -21,14 +25,16 @@ namespace {
 
 struct Meeting {
     alignas(64) std::atomic<int64_t> arrived{0};
-    alignas(64) std::atomic<int64_t> number{0};
+    // Of the next meeting, and how many of those who wait for it sleep.
+    alignas(64) std::atomic<uint32_t> number{0};
+    std::atomic<uint32_t> sleepers{0};
     // Units of the current stage that are taken, besides the first shares.
     alignas(64) std::atomic<int64_t> taken{0};
 };
 
-// Spinning hands over in nanoseconds. Where more threads than cores run, spinning alone would burn
-// whole time slices, so the core is offered to others after a few microseconds.
-constexpr int kSpins = 4000;
+// Spinning hands over in nanoseconds, but where another program has one of the cores, two workers
+// share the other, and who spins keeps back whom it waits for.
+constexpr int kSpins = 1500;
 
 // Asked for at a time, and at most: a small part of the second cache.
 constexpr int64_t kLines = 4 * 64, kMostSoon = 64 << 10;
@@ -47,24 +53,47 @@ inline void relax() {
 #endif
 }
 
-inline void give_way() {
-#if defined(_WIN32)
-    std::this_thread::yield();
+// Waits for another number. A worker that sleeps leaves its core to the others, and has it again as
+// soon as it is woken; one that only offers its core, elsewhere, may be without it for a whole time
+// slice, four milliseconds.
+#if defined(__linux__)
+void sleep_until_next(Meeting &meeting, uint32_t number) {
+    meeting.sleepers.fetch_add(1);
+    while (meeting.number.load() == number)
+        syscall(SYS_futex, &meeting.number, FUTEX_WAIT_PRIVATE, number, nullptr);
+    meeting.sleepers.fetch_sub(1);
+}
+
+// Whoever is not seen here has yet to look at the new number, which is why both sides are
+// sequentially consistent.
+void wake_sleepers(Meeting &meeting) {
+    if (meeting.sleepers.load() > 0)
+        syscall(SYS_futex, &meeting.number, FUTEX_WAKE_PRIVATE, INT32_MAX);
+}
 #else
-    sched_yield();
+void sleep_until_next(Meeting &meeting, uint32_t number) {
+    while (meeting.number.load() == number)
+#if defined(_WIN32)
+        std::this_thread::yield();
+#else
+        sched_yield();
 #endif
 }
+
+void wake_sleepers(Meeting &) {}
+#endif
 
 }  // namespace
 
 void Team::wait(Soon soon) {
     if (size_ == 1) return;
     Meeting &meeting = *static_cast<Meeting *>(meeting_);
-    const int64_t number = meeting.number.load(std::memory_order_acquire);
+    const uint32_t number = meeting.number.load(std::memory_order_acquire);
     if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         meeting.arrived.store(0, std::memory_order_relaxed);
         meeting.taken.store(0, std::memory_order_relaxed);
-        meeting.number.store(number + 1, std::memory_order_release);
+        meeting.number.store(number + 1);
+        wake_sleepers(meeting);
         for (const char *at = soon.at; at < soon.at + smaller(soon.bytes, kLastSoon); at += 64)
             __builtin_prefetch(at, 0, 2);
         return;
@@ -78,7 +107,7 @@ void Team::wait(Soon soon) {
             continue;
         }
         relax();
-        if (++spins >= kSpins) give_way();
+        if (++spins == kSpins) return sleep_until_next(meeting, number);
     }
 }
 
