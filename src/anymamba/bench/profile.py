@@ -1,4 +1,4 @@
-"""Where a block's time goes: torch's operators, and what is left beside them."""
+"""Where a block's time goes: torch's operators, ours, and what is left beside them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +11,7 @@ from anymamba.errors import BackendError
 
 __all__ = ["Profile", "profile_block"]
 
-# The Functions of `ops.boundary`, by the names that the profiler sees. Where nobody differentiates
-# there is no Function, and our operators are in the rest.
-NAMES = {
-    "Eager": "our operators, forward",
-    "Backward": "our operators, backward",
-    "EagerBackward": "our operators, backward",
-}
-TOP = 6
+TOP = 8
 
 
 class Profile(NamedTuple):
@@ -64,7 +57,6 @@ def _profile(name: str, mode: str, column: str, way: Way) -> Profile | None:
             .removeprefix("aten::")
             .removeprefix("autograd::engine::evaluate_function: ")
         )
-        key = NAMES.get(key, key)
         spent[key] = spent.get(key, 0.0) + event.self_cpu_time_total / 1e6
     top = dict(sorted(spent.items(), key=lambda entry: -entry[1])[:TOP])
     shares = {key: value / seconds for key, value in top.items()}

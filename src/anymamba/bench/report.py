@@ -229,5 +229,5 @@ def _profiles(report: Report) -> PlainTable:
         for profile in report.profiles
     ]
     columns = ("block", "mode", "way", "where the time goes")
-    note = "our operators: what they spend outside of torch's, in compiled kernels or in Python."
+    note = "anymamba::...: what our operators spend outside of torch's, in kernels or in Python."
     return PlainTable("Profile of the blocks", columns, rows, 4, (note,))

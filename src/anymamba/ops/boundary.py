@@ -72,8 +72,12 @@ class Operator:
         self.width = len(tensors)
         self.outputs = outputs
         self.native = native
-        self.forward = _choosing(name, _in_full_precision(forward), native and native.forward)
-        self.backward = _choosing(name, _in_full_precision(backward), native and native.backward)
+        bodies = [(f"{name}_fwd", forward, native and native.forward)]
+        bodies += [(f"{name}_bwd", backward, native and native.backward)]
+        self.forward, self.backward = (
+            _named(named, _choosing(name, _in_full_precision(portable), kernel))
+            for named, portable, kernel in bodies
+        )
         self.composite = composite
         self.merge_axes = merge_axes
         self.merge_constants = merge_constants
@@ -193,6 +197,18 @@ def _choosing(
         if native is None or kernel not in ("native", "auto"):
             raise BackendError(f"{name}: there is no kernel {kernel!r}; use kernel='portable'.")
         return native(*arguments)
+
+    return run
+
+
+def _named(name: str, body: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Return the body under the operator's name in torch's profiler, which sees no plain call."""
+
+    def run(*args: Any) -> Tensors:
+        if not torch.autograd._profiler_enabled():
+            return body(*args)
+        with torch.profiler.record_function(f"anymamba::{name}"):
+            return body(*args)
 
     return run
 
