@@ -222,8 +222,10 @@ ANYMAMBA_INLINE int32_t prepare_block(__m512 first, __m512 second, int32_t *word
     *scale = is_finite ? largest / kLargest : __builtin_nanf("");
     // Below this, the inverse would be infinite; the block is zero to rounding.
     const float inverse = is_finite && largest >= 1e-30f ? kLargest / largest : 0.0f;
-    const __m512i low = _mm512_cvtps_epi32(first * inverse);
-    const __m512i high = _mm512_cvtps_epi32(second * inverse);
+    // Of NaN and infinity no integers are made: their sum has to fit.
+    const __mmask16 all = is_finite ? 0xFFFF : 0;
+    const __m512i low = _mm512_maskz_cvtps_epi32(all, first * inverse);
+    const __m512i high = _mm512_maskz_cvtps_epi32(all, second * inverse);
     const __m128i bytes[2] = {_mm512_cvtepi32_epi8(low), _mm512_cvtepi32_epi8(high)};
     memcpy(words, bytes, sizeof(bytes));
     return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));

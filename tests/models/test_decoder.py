@@ -247,14 +247,20 @@ def test_states_may_be_views():
         assert torch.equal(tensor[::2], before.to_tensors()[name][::2]), name
 
 
+@KINDS
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_not_a_number_stays_in_its_row(value):
+def test_not_a_number_stays_in_its_row(value, form, kind):
     """NaN and infinity in one row's state reach its logits and no other row."""
-    lm = model("mamba2")
+    lm = model("mamba2", torch.bfloat16 if form == "bfloat16" else torch.float32)
+    if form.startswith("int"):
+        quantize_lm(lm, form)
     cache = used_cache(lm, 3)
-    clean = lm.step_(tokens(3), cache.clone(), impl="native")
+    before = cache.clone()
     cache.layers[0].ssm_bhpr[1] = value
-    logits_bw = lm.step_(tokens(3), cache, impl="native")
+    with running(kind):
+        clean = lm.step_(tokens(3), before, impl="native")
+        logits_bw = lm.step_(tokens(3), cache, impl="native")
     assert logits_bw[1].isnan().any()
     assert torch.equal(logits_bw[::2], clean[::2])
 
