@@ -43,11 +43,12 @@ def train(sets: list[str], out, *more: str) -> list[str]:
     return ["train", *sets, *words]
 
 
-def test_train_and_compare_say_what_happened(run, sets, tmp_path, monkeypatch):
+def test_train_and_compare_say_what_happened(run, sets, tmp_path, monkeypatch, memory_settings):
     """Lines of text for people, a document by the schema for machines, and files where promised."""
     monkeypatch.chdir(tmp_path)
     result = run(*train(sets, "run"))
     assert result.code == 0, result.err
+    assert memory_settings == [True]
     assert "Held out:" in result.out
     assert "\x1b" not in result.out
     for name in ("model", "loss.png", "report.md", "recipe.toml", "metrics.jsonl"):

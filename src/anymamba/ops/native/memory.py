@@ -45,7 +45,7 @@ _MADV_HUGEPAGE = 14
 # Of mallopt, in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
-_MAPPED_APART = 1 << 30
+_MAPPED_APART = 1 << 30, 32 << 20
 # Several times per page, so that there are enough of them for torch to share out to its threads.
 _BETWEEN_TOUCHES = 1024
 
@@ -117,16 +117,20 @@ def keep_freed_memory() -> bool:
     once, at the beginning.
 
     Returns:
-        Whether the C library agreed; only glibc (most Linux systems) knows this.
+        Whether the C library agreed. Only glibc (most Linux systems) knows this, and old versions
+        keep blocks up to 32 MB only.
 
     Example:
-        >>> keep_freed_memory() in (True, False)
+        >>> keep_freed_memory()  # doctest: +SKIP
         True
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER) and mallopt(_M_MMAP_THRESHOLD, _MAPPED_APART))
+    # Any setting ends the adapting of the others, so blocks of what size are kept comes first.
+    return any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MAPPED_APART) and bool(
+        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    )
 
 
 @functools.cache
