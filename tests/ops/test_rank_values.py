@@ -35,8 +35,20 @@ def test_every_way_equals_the_reference(shape, dtype):
 
 @pytest.mark.parametrize("impl", ["auto", "portable", "reference"])
 def test_no_rows_give_no_values(impl):
-    """An empty sequence keeps its axes."""
-    assert rank_values(*inputs(0, 3, 2, 4, torch.float32), impl=impl).shape == (0, 3, 2, 4)
+    """An empty sequence keeps its axes, and has a gradient of zeros."""
+    x_shp, weight_mhp = inputs(0, 3, 2, 4, torch.float32)
+    weight_mhp.requires_grad_()
+    y_smhp = rank_values(x_shp, weight_mhp, impl=impl)
+    assert y_smhp.shape == (0, 3, 2, 4)
+    (grad,) = torch.autograd.grad(y_smhp.sum(), weight_mhp)
+    assert torch.equal(grad, torch.zeros_like(weight_mhp))
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable", "reference"])
+def test_no_ranks_are_refused(impl):
+    """By everybody alike."""
+    with pytest.raises(ShapeError, match="at least one rank"):
+        rank_values(torch.ones(2, 3, 4), torch.ones(0, 3, 4), impl=impl)
 
 
 @KINDS

@@ -33,6 +33,21 @@ def test_tied_equals_apart(dtype):
     assert_ways_agree(apart, tied, [randn(*WEIGHT, seed=1, dtype=dtype)])
 
 
+@pytest.mark.parametrize("ids", [torch.tensor(3), torch.tensor([3, 0, 3])])
+def test_ids_have_any_shape(ids):
+    """Their rows' gradients are added to the head's."""
+    weight_wd = randn(*WEIGHT, seed=1, dtype=torch.float32).requires_grad_()
+    rows, head_wd = tied_embedding(ids, weight_wd)
+    targets = torch.ones(max(1, ids.numel()), dtype=torch.int64)
+    loss = head_cross_entropy(rows.reshape(-1, 4), head_wd, targets)
+    plain = F.embedding(ids, weight_wd)
+    logits_sw = F.linear(plain.reshape(-1, 4), weight_wd)
+    want = F.cross_entropy(logits_sw, targets, reduction="sum")
+    (got_grad,) = torch.autograd.grad(loss + rows.sum(), weight_wd)
+    (want_grad,) = torch.autograd.grad(want + plain.sum(), weight_wd)
+    assert_same(want_grad, got_grad)
+
+
 def test_gradients_equal_finite_differences():
     """First and second derivatives; the second ones find the first unchanged."""
     weight_wd = randn(*WEIGHT, seed=1).requires_grad_()

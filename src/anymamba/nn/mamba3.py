@@ -221,7 +221,7 @@ class Mamba3(Block[Mamba3Cache]):
         self._check_input(where, u_bd, ("batch", "d_model"))
         z, x_bhp, b_bmgr, c_bmgr, coefficients, turn = self._project(u_bd)
         b_bmhr, c_bmhr = self._prepare(b_bmgr, c_bmgr)
-        v_bmhp = self._values(x_bhp)
+        v_bmhp = self._values(x_bhp, "portable")
         increment = self.rotation.increment(turn, coefficients.dt)
         y_bmhp = trapezoid_fixed_point(
             v_bmhp, b_bmhr, c_bmhr, coefficients, **self.rotation.fixed_point_arguments(increment)
@@ -285,7 +285,7 @@ class Mamba3(Block[Mamba3Cache]):
         b_bmhr, c_bmhr, rotation = self.rotation.rotate_token(
             b_bmhr, c_bmhr, increment, cache.rotation
         )
-        v_bmhp = self._values(x_bhp)
+        v_bmhp = self._values(x_bhp, "portable")
         y_bmhp, state = trapezoid_step(
             v_bmhp, b_bmhr, c_bmhr, coefficients, self._scan_state(cache)
         )
@@ -360,14 +360,15 @@ class Mamba3(Block[Mamba3Cache]):
         bias_mger = bias_hmr.transpose(0, 1).unflatten(1, (self.ngroups, -1))
         return (x_mg1r + bias_mger).to(x_mgr.dtype).flatten(-3, -2)
 
-    def _values(self, x_hp: Tensor, impl: str = "portable") -> Tensor:
-        """Spread the values over the ranks: (..., m, h, p)."""
+    def _values(self, x_hp: Tensor, impl: str) -> Tensor:
+        """Spread the values over the ranks: (..., m, h, p); one token is not worth a kernel."""
         if not self.is_mimo:
             return x_hp.unsqueeze(-3)
         return rank_values(x_hp, self.mimo_x.transpose(0, 1), impl=impl)
 
     def _scan_state(self, cache: Mamba3Cache) -> TrapezoidState:
-        return TrapezoidState(cache.ssm_bhpr, cache.k_state_bmhr, self._values(cache.v_state_bhp))
+        v_bmhp = self._values(cache.v_state_bhp, "portable")
+        return TrapezoidState(cache.ssm_bhpr, cache.k_state_bmhr, v_bmhp)
 
     @staticmethod
     def _last(x_bshp: Tensor, before_bhp: Tensor, cu_seqlens: Tensor | None) -> Tensor:

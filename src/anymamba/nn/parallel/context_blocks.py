@@ -134,7 +134,7 @@ def _mamba3(
     )
     k_bmhr, v_bhp = ring.shift(shard.rows(b_bsmhr)[:, -1], shard.rows(x_bshp)[:, -1])
     k_bmhr, v_bhp = shard.enter(cache.k_state_bmhr, k_bmhr), shard.enter(cache.v_state_bhp, v_bhp)
-    v_bsmhp = block._values(x_bshp)
+    v_bsmhp = block._values(x_bshp, impl)
     y_bsmhp, state = trapezoid_scan(
         v_bsmhp,
         b_bsmhr,
@@ -143,7 +143,7 @@ def _mamba3(
         TrapezoidState(
             shard.enter(cache.ssm_bhpr, torch.zeros_like(shard.leave(cache.ssm_bhpr))),
             k_bmhr,
-            block._values(v_bhp),
+            block._values(v_bhp, "portable"),
         ),
         pathway="double" if isinstance(cache, Mamba3DoubleSsdCache) else "single",
         path=with_chunk_size(path, impl, block.chunk_size),

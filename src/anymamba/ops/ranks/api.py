@@ -40,10 +40,11 @@ def rank_values(x_hp: Tensor, weight_mhp: Tensor, *, impl: str = "auto") -> Tens
     """
     where = "rank_values"
     check_floats(where, {"x": x_hp})
-    if x_hp.dim() < 2 or weight_mhp.dim() != 3 or weight_mhp.shape[1:] != x_hp.shape[-2:]:
+    fits = x_hp.dim() >= 2 and weight_mhp.dim() == 3 and weight_mhp.shape[1:] == x_hp.shape[-2:]
+    if not fits or len(weight_mhp) == 0:
         raise ShapeError(
-            f"{where}: x must have the axes (..., h, p) and weight (m, h, p); "
-            f"got {tuple(x_hp.shape)} and {tuple(weight_mhp.shape)}."
+            f"{where}: x must have the axes (..., h, p) and weight (m, h, p) with at least one "
+            f"rank m; got {tuple(x_hp.shape)} and {tuple(weight_mhp.shape)}."
         )
     check_one_precision(where, x=x_hp, weight=weight_mhp)
     guard(where, x=x_hp, weight=weight_mhp)
