@@ -55,6 +55,7 @@ class Decoding(NamedTuple):
         error: of the logits against the modules, relative to the largest.
         engine: who decodes.
         why_not: why it was not run.
+        variant: the instruction set of our kernels, if they decoded.
     """
 
     model: str
@@ -67,14 +68,14 @@ class Decoding(NamedTuple):
     error: float = 0.0
     engine: str = OURS
     why_not: str = ""
+    variant: str | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the logits are those of the modules, or it honestly did not run."""
-        has_bytes = self.engine == OURS and self.format == "int8"
-        if has_bytes and native_status().variant in _MULTIPLY_BYTES:
-            return self.error <= _TOLERANCE_OF_BYTES
-        return self.error <= _TOLERANCE[self.engine][self.format]
+        has_bytes = self.format == "int8" and self.variant in _MULTIPLY_BYTES
+        tolerance = _TOLERANCE_OF_BYTES if has_bytes else _TOLERANCE[self.engine][self.format]
+        return self.error <= tolerance
 
     @property
     def has_speed(self) -> bool:
@@ -166,6 +167,7 @@ def decode_figures(
                         bandwidth,
                         start.error,
                         who,
+                        variant=native_status().variant if who == OURS else None,
                     )
                     for who, start in started.items()
                 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anymamba.bench.blocks import best_path
 from anymamba.bench.case import JUDGE, Case, Way, Ways, exact, portable, without
 from anymamba.bench.llama import LlamaModel, llama_files
-from anymamba.bench.machine import Work
+from anymamba.bench.machine import Work, free_bytes
 from anymamba.bench.peers import their_lm
 from anymamba.bench.portable import path_note
 from anymamba.bench.words import dtype_name
@@ -37,7 +37,9 @@ LONG = 1024
 # an earlier run of the bench one such step reached 21 GB. The profiler keeps a record of every
 # operation of that loop, so its memory is not measured at this length.
 THEIR_LONGEST = 256
+THEIR_BYTES = 8e9
 QUADRATIC = "the backward of its Mamba-1 is quadratic in the length; 256 tokens show it"
+TOO_LARGE = "256 tokens of its Mamba-1 may need 8 GB, which are not free here"
 SHORTER = "takes minutes here; 256 tokens show it"
 ITS_BLOCKS = "256 tokens in float32 show it, and the blocks show it at 2048"
 NARROW_TRAINING = "float32 shows it"
@@ -150,8 +152,11 @@ def _training(models: _Models, setting: _Setting, ids_bs: Tensor) -> Ways:
         run = training_step(theirs, lambda: theirs(ids_bs, labels=ids_bs).loss)
         peer = Way(run, turns=TURNS)
         if isinstance(_mixer(lm), Mamba):
-            fits = ids_bs.shape[1] <= THEIR_LONGEST
-            peer = Way(run, turns=1, weighed=False) if fits else QUADRATIC
+            peer = Way(run, turns=1, weighed=False)
+            if ids_bs.shape[1] > THEIR_LONGEST:
+                peer = QUADRATIC
+            elif free_bytes() < THEIR_BYTES:
+                peer = TOO_LARGE
     return {**_ours(setting, ours), **exact(plain, setting.dtype), "transformers": peer}
 
 

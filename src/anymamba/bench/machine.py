@@ -17,11 +17,13 @@ from anymamba.bench.words import dtype_name
 from anymamba.ops import copy_to_large_pages, native_status
 from anymamba.version import __version__
 
-__all__ = ["Machine", "Rates", "Work", "array_to_read", "describe_machine", "read_rate"]
+__all__ = ["Machine", "Rates", "Work", "array_to_read", "describe_machine", "free_bytes", "read_rate"]
 
 _READ_BYTES = 256 * 2**20
 _MM_SIZES = (256, 512, 1024, 2048)
 _MM_SECONDS = 0.4
+# Where the machine does not say how much memory is free.
+_USUAL_BYTES = 8 * 2**30
 
 
 class Machine(NamedTuple):
@@ -75,6 +77,21 @@ def _cpu_name() -> str:
             if match := re.match(r"model name\s*:\s*(.+)", line):
                 return match[1]
     return platform.processor() or platform.machine()
+
+
+def free_bytes() -> float:
+    """Return how much memory the machine has left.
+
+    Example:
+        >>> free_bytes() > 0
+        True
+    """
+    table = Path("/proc/meminfo")
+    if table.is_file():
+        for line in table.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return _USUAL_BYTES
 
 
 class Work(NamedTuple):

@@ -90,7 +90,7 @@ def peer_step(step: PeerStep, seconds: float) -> StepMemory | str:
             command, input=pickle.dumps(step), capture_output=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"one step was not over after {seconds:.0f} seconds"
+        return f"one step, with the start of its process, was not over after {seconds:.0f} seconds"
     if done.returncode == 0:
         return StepMemory(*pickle.loads(done.stdout))
     told = done.stderr.decode(errors="replace")
@@ -122,9 +122,10 @@ def answer() -> None:
 def _measure_resident(run: Callable[[], Sequence[Tensor]]) -> StepMemory:
     """As `measure_step`, by the memory that the process has; elsewhere than on Linux the same."""
     process = Path("/proc/self")
-    if not (process / "clear_refs").is_file():
+    try:
+        (process / "clear_refs").write_text("5")  # the peak begins anew
+    except OSError:  # not Linux, or a container that keeps it from us
         return measure_step(run)
-    (process / "clear_refs").write_text("5")  # the peak begins anew
 
     def kilobytes(name: str) -> int:
         lines = (process / "status").read_text().splitlines()
@@ -141,4 +142,6 @@ def _limit_memory(limit: int) -> None:
         return
     import resource
 
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

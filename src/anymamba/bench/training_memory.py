@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from anymamba.bench.lms import prompt_ids, training_step
+from anymamba.bench.machine import free_bytes
 from anymamba.bench.peer_memory import PeerStep, StepMemory, measure_step, peer_step
 from anymamba.bench.peers import why_no_peer
 from anymamba.models import MambaConfig, MambaLM, preset, recompute_layers
@@ -17,8 +17,6 @@ __all__ = ["TrainingMemory", "memory_figures"]
 # Longer than this a peer is not waited for, and more than this share of the memory it may not take.
 MOST_SECONDS = 60.0
 MOST_SHARE = 0.8
-# Where the machine does not say how much memory is free.
-USUAL_BYTES = 8 * 2**30
 # Losses of the same tokens: rounding, through a stack of layers.
 TOLERANCE = 1e-4
 WAYS = ("anymamba", "transformers", "anymamba, recomputing", "transformers, recomputing")
@@ -96,16 +94,7 @@ def _ours(lm: MambaLM, way: str, length: int) -> StepMemory:
 def _theirs(lm: MambaLM, way: str, length: int) -> StepMemory | str:
     if why_not := why_no_peer(lm):
         return why_not
-    limit = int(MOST_SHARE * _free_bytes())
+    limit = int(MOST_SHARE * free_bytes())
     recomputes = way == "transformers, recomputing"
     step = PeerStep(lm.config, length, recomputes, limit, torch.get_num_threads())
     return peer_step(step, MOST_SECONDS)
-
-
-def _free_bytes() -> float:
-    table = Path("/proc/meminfo")
-    if table.is_file():
-        for line in table.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024.0 * int(line.split()[1])
-    return USUAL_BYTES
