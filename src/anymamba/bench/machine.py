@@ -17,7 +17,15 @@ from anymamba.bench.words import dtype_name
 from anymamba.ops import copy_to_large_pages, native_status
 from anymamba.version import __version__
 
-__all__ = ["Machine", "Rates", "Work", "array_to_read", "describe_machine", "free_bytes", "read_rate"]
+__all__ = [
+    "Machine",
+    "Rates",
+    "Work",
+    "array_to_read",
+    "describe_machine",
+    "free_bytes",
+    "read_rate",
+]
 
 _READ_BYTES = 256 * 2**20
 _MM_SIZES = (256, 512, 1024, 2048)

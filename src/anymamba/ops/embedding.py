@@ -61,7 +61,9 @@ class _Tied(torch.autograd.Function):
             and grad_wd.dtype == grad_bsd.dtype
             and accumulate_dtype(grad_wd.dtype) == grad_wd.dtype
         ):
-            return None, grad_wd.index_add_(0, ids_bs.flatten(), grad_bsd.reshape(-1, grad_bsd.shape[-1]))
+            return None, grad_wd.index_add_(
+                0, ids_bs.flatten(), grad_bsd.reshape(-1, grad_bsd.shape[-1])
+            )
         dense_wd = torch.ops.aten.embedding_dense_backward(grad_bsd, ids_bs, ctx.rows, -1, False)
         return None, dense_wd if grad_wd is None else grad_wd + dense_wd
 
