@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from anymamba.errors import BackendError
 from anymamba.ops.checks import guard
@@ -205,7 +206,7 @@ def _named(name: str, body: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Return the body under the operator's name in torch's profiler, which sees no plain call."""
 
     def run(*args: Any) -> Tensors:
-        if not torch.autograd._profiler_enabled():
+        if not _profiler_enabled():
             return body(*args)
         with torch.profiler.record_function(f"anymamba::{name}"):
             return body(*args)
