@@ -21,6 +21,7 @@ from state_tracking import (
     TASKS,
     Size,
     after_start,
+    is_over,
     learning_rate,
     length_at,
     longest_at,
@@ -144,6 +145,19 @@ def test_rows_get_what_the_task_wants_unless_they_have_their_own():
     for name in ("Mamba-3, no rotation", "Mamba-2", "Mamba-3, standard rotation"):
         assert "dt_max" not in row_of(name, "arithmetic").ssm_cfg
     assert "rope_fraction" not in row_of("Mamba-2", "arithmetic").ssm_cfg
+
+
+def test_a_training_ends_when_all_is_learnt_or_nothing_is():
+    """Only brackets give up, after a fifth of the steps, on what short sequences do not show."""
+
+    def ends(step, score, short, task="brackets"):
+        return is_over({"step": step, "score": score, "short": short}, task, 1000)
+
+    assert ends(100, 99.5, 100.0)
+    assert ends(200, 0.0, 79.9)
+    assert not ends(199, 0.0, 79.9)
+    assert not ends(200, 0.0, 80.0)
+    assert not ends(999, 0.0, 0.0, task="arithmetic")
 
 
 @pytest.mark.parametrize("lengths", ["even", "logarithmic"])
