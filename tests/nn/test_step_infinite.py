@@ -89,7 +89,7 @@ def by_linear_solve(block: Any, u_bd: Tensor) -> Tensor:
     """Solve G (1 - alpha P) = v (gamma b + beta P^T b)^T, the recurrence in the turning frame."""
     z, x_bhp, b_bmgr, c_bmgr, coefficients, turn = block._project(u_bd)
     b_bmhr, c_bmhr = block._prepare(b_bmgr, c_bmgr)
-    v_bmhp = block._values(x_bhp)
+    v_bmhp = block._values(x_bhp, "portable")
     p_bhrr = rotation_matrix(block, block.rotation.increment(turn, coefficients.dt))
     b_bhrm, c_bhrm, v_bhpm = (x.permute(0, 2, 3, 1) for x in (b_bmhr, c_bmhr, v_bmhp))
     alpha, beta, gamma = (
