@@ -107,9 +107,7 @@ def keep_freed_memory() -> bool:
 
     A training loop frees and allocates the same large tensors in every step. By default each of
     them goes back to the system and comes again as new pages, which have to be filled with zeros;
-    in a virtual machine the host may have to find them first. Kept memory made steps of a
-    MIMO model 6% (2048 tokens) and 24% (256 tokens) faster there, and the time per token the same
-    at all lengths.
+    in a virtual machine the host may have to find them first.
 
     It is a decision about the whole process, and memory that is kept is missing elsewhere: from
     then on the process holds what it needed at its peak, but for single blocks of a gigabyte and
