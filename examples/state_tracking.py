@@ -370,7 +370,7 @@ def setting_of(
         "grows": TASKS[task].grows,
         "falls": TASKS[task].falls,
         "averaged": TASKS[task].averaged,
-        "gives_up": TASKS[task].gives_up,
+        "gives_up": [TASKS[task].gives_up, HOPELESS],
         "test_length": TEST_LENGTH,
         "tokens": TOKENS,
     }
