@@ -132,11 +132,9 @@ TASKS = {
     ),
     "arithmetic": ARITHMETIC,
     # What closes a bracket undoes the sign in front of it: there is more to remember, and 16 heads
-    # instead of 4 have a decay of their own for it. One rate, though trials of a tenth of the steps
-    # prefer 1e-3 (a loss of 0.1215, and 0.1273): the long run was made before them.
+    # instead of 4 have a decay of their own for it.
     "brackets": ARITHMETIC._replace(
         size=Size(layers=3, width=64, steps=9000, again=3000),
-        learning_rates=(3e-3,),
         headdim=8,
         grows=(0.2, 0.65),
         falls=0.5,

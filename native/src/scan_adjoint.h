@@ -2,12 +2,11 @@
 // thread holds.
 #pragma once
 
-#include "scan_core.h"
 #include "scan_stage.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
-// Chunks between two sums over blocks: long enough to make the barrier cheap, short enough that
+// Chunks between two sums over parts: long enough to make the barrier cheap, short enough that
 // what waits for the sum is small beside the inputs.
 constexpr int64_t kSpanChunks = 8;
 
@@ -35,11 +34,11 @@ struct ScanShared {
     float *carry, *grad_rate;  // [row][vector][state][lane]
     float *fixed_b, *fixed_c;  // the same, for constant coefficients
     float *grad_skip;          // [row][vector][lane]
-    float *part_b, *part_c;    // [task][chunk of the span][token][state]
+    float *part_b, *part_c;    // [part][chunk of the span][token][state]
 
     ScanShared(Carver &carver, const ScanShape &shape) {
         const int64_t lanes = shape.batch * shape.row_vectors() * kWidth;
-        const int64_t part = shape.tasks() * kSpanChunks * shape.chunk_len * shape.states;
+        const int64_t part = shape.parts() * kSpanChunks * shape.chunk_len * shape.states;
         chunks = carver.take<Chunk>(shape.most_chunks());
         entry = carver.floats(shape.most_chunks() * lanes * shape.states);
         carry = carver.floats(lanes * shape.states);
@@ -56,8 +55,8 @@ struct ScanWorker {
     Stage stage;
     float *grad_y;                      // [vector][token][lane] before the gate
     float *grad_input, *grad_exponent;  // [vector][token][lane]
-    float *kept;                        // [token][kTogether][lane]
-    float *sum_b, *sum_c;               // [token][kTogether][lane], over the vectors of a block
+    float *decay, *kept;                // [token][kTogether][lane]
+    float *sum_b, *sum_c;               // [token][kTogether][lane], over the vectors of a part
 
     ScanWorker(Carver &carver, const ScanShape &shape) : stage(carver, shape) {
         const int64_t tokens = shape.block_vectors * shape.token_stride();
@@ -65,6 +64,7 @@ struct ScanWorker {
         grad_y = carver.floats(tokens);
         grad_input = carver.floats(tokens);
         grad_exponent = carver.floats(tokens);
+        decay = carver.floats(together);
         kept = carver.floats(together + kTogether * kWidth);
         sum_b = carver.floats(together);
         sum_c = carver.floats(together);
@@ -84,6 +84,10 @@ struct ScanAdjoint {
     float *entry(const Block &block, int64_t place) const {
         const int64_t vector = (block.row * count + place) * shape.row_vectors() + block.vector;
         return shared.entry + vector * shape.state_stride();
+    }
+    // Of part_b and part_c, for one part and one chunk of the span that begins with chunk `begin`.
+    int64_t part_at(int64_t part, int64_t place, int64_t begin) const {
+        return (part * kSpanChunks + place - begin) * shape.chunk_len * shape.states;
     }
     const float *row(const anymamba_tensor &tensor, const Block &block, int64_t token,
                      float *scratch) const {

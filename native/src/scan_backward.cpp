@@ -55,12 +55,10 @@ void retreat_vector(const ScanAdjoint &problem, const Block &block, const ScanWo
     const int64_t states_at = vector * shape.state_stride() + r * kWidth;
     const int64_t shared_at = problem.lanes_before(block) * shape.states + states_at;
     const float *rate = stage.rate + states_at;
-    fill_decays<kStates>(tame, tokens, stage.dt + at, rate, stage.decay);
-    memcpy(stage.state, entry + states_at, sizeof(float) * kStates * kWidth);
     const Adjoint adjoint = {stage.dt + at,
                              stage.input + at,
                              worker.grad_y + at,
-                             stage.decay,
+                             worker.decay,
                              worker.kept,
                              rate,
                              problem.shared.carry + shared_at,
@@ -70,8 +68,11 @@ void retreat_vector(const ScanAdjoint &problem, const Block &block, const ScanWo
                              worker.grad_input + at,
                              worker.grad_exponent + at};
     with_coefficients(shape, stage, vector, [&](auto b, auto c) {
-        advance<kStates, false, true>(tokens, stage.decay, stage.input + at, b.from(r), c.from(r),
-                                      stage.state, nullptr, worker.kept);
+        with_answer(tame, [&](auto is_tame) {
+            advance_and_keep<kStates, decltype(is_tame)::kYes>(
+                tokens, stage.dt + at, rate, stage.input + at, b.from(r), entry + states_at,
+                worker.decay, worker.kept);
+        });
         retreat<kStates>(tokens, adjoint, b.from(r), c.from(r));
     });
 }
@@ -118,7 +119,7 @@ void write_token_gradients(const ScanAdjoint &problem, const Block &block, const
 }
 
 void retreat_chunk(const ScanAdjoint &problem, const Block &block, const ScanWorker &worker,
-                   int64_t place, float *part_b, float *part_c) {
+                   int64_t place, int64_t begin) {
     const ScanShape &shape = problem.shape;
     const Stage &stage = worker.stage;
     const Chunk &chunk = problem.shared.chunks[place];
@@ -133,21 +134,29 @@ void retreat_chunk(const ScanAdjoint &problem, const Block &block, const ScanWor
         memset(worker.grad_input + at, 0, (size_t)(tokens * kWidth) * sizeof(float));
         memset(worker.grad_exponent + at, 0, (size_t)(tokens * kWidth) * sizeof(float));
     }
-    for_states(shape.states, [&](auto together, int64_t r) {
-        constexpr int kStates = decltype(together)::kCount;
-        const int64_t sums = tokens * kStates * kWidth;
-        memset(worker.sum_b, 0, (size_t)sums * sizeof(float));
-        memset(worker.sum_c, 0, (size_t)sums * sizeof(float));
-        for (int64_t v = 0; v < block.vectors; ++v)
-            retreat_vector<kStates>(problem, block, worker, tokens, entry, v, r, tame[v]);
-        if (!shape.constant_b) write_part<kStates>(shape, tokens, worker.sum_b, part_b + r);
-        if (!shape.constant_c) write_part<kStates>(shape, tokens, worker.sum_c, part_c + r);
-    });
+    for (int64_t first = 0; first < block.vectors; first += shape.part_vectors) {
+        const int64_t stop = smaller(first + shape.part_vectors, block.vectors);
+        const int64_t part =
+            problem.part_at(block.part + first / shape.part_vectors, place, begin);
+        for_states(shape.states, [&](auto together, int64_t r) {
+            constexpr int kStates = decltype(together)::kCount;
+            const int64_t sums = tokens * kStates * kWidth;
+            memset(worker.sum_b, 0, (size_t)sums * sizeof(float));
+            memset(worker.sum_c, 0, (size_t)sums * sizeof(float));
+            for (int64_t v = first; v < stop; ++v)
+                retreat_vector<kStates>(problem, block, worker, tokens, entry, v, r, tame[v]);
+            const auto write = [&](const float *sum, float *parts) {
+                write_part<kStates>(shape, tokens, sum, parts + part + r);
+            };
+            if (!shape.constant_b) write(worker.sum_b, problem.shared.part_b);
+            if (!shape.constant_c) write(worker.sum_c, problem.shared.part_c);
+        });
+    }
     write_token_gradients(problem, block, worker, chunk);
 }
 
 void retreat_span(const ScanAdjoint &problem, const Block &block, const ScanWorker &worker,
-                  int64_t task, int64_t begin, int64_t end) {
+                  int64_t begin, int64_t end) {
     const ScanShape &shape = problem.shape;
     float *carry = problem.shared.carry + problem.lanes_before(block) * shape.states;
     worker.stage.open(shape, block, problem.in);
@@ -157,29 +166,24 @@ void retreat_span(const ScanAdjoint &problem, const Block &block, const ScanWork
         if (chunk.last)
             load_states(shape, block, problem.grad.final, row * problem.grad.final.stride[0], 1,
                         1.0f, carry);
-        const int64_t part = (task * kSpanChunks + place - begin) * shape.chunk_len * shape.states;
-        retreat_chunk(problem, block, worker, place, problem.shared.part_b + part,
-                      problem.shared.part_c + part);
+        retreat_chunk(problem, block, worker, place, begin);
         if (chunk.first)
             store_states(shape, block, carry, problem.grad.initial,
                          row * problem.grad.initial.stride[0], 1);
     }
 }
 
-// Adds the blocks of each group up, for one chunk of one row.
+// Adds the parts of each group up, for one chunk of one row.
 void add_parts(const ScanAdjoint &problem, int64_t row, int64_t place, int64_t begin, float *parts,
                const anymamba_tensor &grad) {
     const ScanShape &shape = problem.shape;
     const Chunk &chunk = problem.shared.chunks[place];
     const int64_t numbers = chunk.tokens() * shape.states;
     for (int64_t group = 0; group < shape.groups; ++group) {
-        const auto part = [&](int64_t block) {
-            const int64_t task = (row * shape.groups + group) * shape.group_blocks + block;
-            return parts + (task * kSpanChunks + place - begin) * shape.chunk_len * shape.states;
-        };
-        float *sum = part(0);
-        for (int64_t block = 1; block < shape.group_blocks; ++block) {
-            const float *more = part(block);
+        const int64_t first = (row * shape.groups + group) * shape.group_parts;
+        float *sum = parts + problem.part_at(first, place, begin);
+        for (int64_t part = 1; part < shape.group_parts; ++part) {
+            const float *more = parts + problem.part_at(first + part, place, begin);
             for (int64_t k = 0; k < numbers; ++k) sum[k] += more[k];
         }
         for (int64_t t = 0; t < chunk.tokens(); ++t) {
@@ -220,7 +224,7 @@ void add_rows(const ScanAdjoint &problem, const Block &block) {
 // Tensors: the gradients of y and of the final states; ScanInputs; then the gradients of u, dt, a,
 // b, c, initial, skip and z. Sizes: ScanShape.
 int64_t scan_backward(const anymamba_call &call) {
-    const ScanShape shape(call.sizes);
+    const ScanShape shape(call.sizes, call.threads);
     const ScanInputs in(call.tensors + 2);
     const ScanGradients grad(call.tensors, call.tensors + 2 + kScanInputs);
     Carver carver{static_cast<char *>(call.workspace)};
@@ -235,18 +239,18 @@ int64_t scan_backward(const anymamba_call &call) {
     const auto for_blocks = [&](const auto &work) {
         parallel_for(shape.tasks(), call.threads, [&](int64_t task, int64_t thread) {
             Carver own{scratch + thread * measure.used};
-            work(Block(shape, task), ScanWorker(own, shape), task);
+            work(Block(shape, task), ScanWorker(own, shape));
         });
     };
-    for_blocks([&](const Block &block, const ScanWorker &worker, int64_t) {
+    for_blocks([&](const Block &block, const ScanWorker &worker) {
         clear_sums(problem, block);
         copy_empty_sequences(shape, block, in.borders, grad.final, grad.initial);
         find_entries(problem, block, worker);
     });
     for (int64_t end = problem.count; end > 0; end -= kSpanChunks) {
         const int64_t begin = larger(end - kSpanChunks, 0);
-        for_blocks([&](const Block &block, const ScanWorker &worker, int64_t task) {
-            retreat_span(problem, block, worker, task, begin, end);
+        for_blocks([&](const Block &block, const ScanWorker &worker) {
+            retreat_span(problem, block, worker, begin, end);
         });
         parallel_for(shape.batch * (end - begin), call.threads, [&](int64_t task, int64_t) {
             const int64_t row = task / (end - begin), place = begin + task % (end - begin);

@@ -67,49 +67,70 @@ ANYMAMBA_INLINE bool is_tame(int64_t tokens, const float *dt, Vec bound) {
     return any == 0;
 }
 
-// decay[token][state][lane] = exp(dt A) of `kStates` states.
-template <int kStates>
-ANYMAMBA_INLINE void fill_decays(bool tame, int64_t tokens, const float *dt, const float *rate,
-                                 float *decay) {
-    Vec rates[kStates];
-    for (int j = 0; j < kStates; ++j) rates[j] = load(rate + j * kWidth);
-    if (tame) {
-        for (int64_t t = 0; t < tokens; ++t) {
-            const Vec step = load(dt + t * kWidth);
-            for (int j = 0; j < kStates; ++j)
-                store(decay + (t * kStates + j) * kWidth, tame_decay(step, rates[j]));
-        }
-    } else {
-        for (int64_t t = 0; t < tokens; ++t) {
-            const Vec step = load(dt + t * kWidth);
-            for (int j = 0; j < kStates; ++j)
-                store(decay + (t * kStates + j) * kWidth, wild_decay(step, rates[j]));
-        }
-    }
+// Calls `function` with the answer as a type that loops are compiled for.
+template <bool kIs>
+struct Answer {
+    static constexpr bool kYes = kIs;
+};
+
+template <class Function>
+ANYMAMBA_INLINE void with_answer(bool yes, const Function &function) {
+    if (yes)
+        function(Answer<true>{});
+    else
+        function(Answer<false>{});
 }
 
-// h[t] = decay[t] h[t-1] + input[t] B[t] from `state`, which is left at the chunk's end.
-// kOutputs: output[t] += sum over the states of C[t] h[t]. kKeep: kept[t] = h[t-1], kept[tokens].
-template <int kStates, bool kOutputs, bool kKeep, class B, class C>
-ANYMAMBA_INLINE void advance(int64_t tokens, const float *decay, const float *input, B b, C c,
-                             float *state, float *output, float *kept) {
-    Vec h[kStates];
-    for (int j = 0; j < kStates; ++j) h[j] = load(state + j * kWidth);
+// exp(dt A): the short way where `is_tame` has said that it will do.
+template <bool kTame>
+ANYMAMBA_INLINE Vec decay_of(Vec dt, Vec rate) {
+    return kTame ? tame_decay(dt, rate) : wild_decay(dt, rate);
+}
+
+// h[t] = decay[t] h[t-1] + input[t] B[t] from `state`, which is left at the chunk's end. The decays
+// never leave the registers. kOutputs: output[t] += sum over the states of C[t] h[t].
+template <int kStates, bool kOutputs, bool kTame, class B, class C>
+ANYMAMBA_INLINE void advance(int64_t tokens, const float *dt, const float *rate, const float *input,
+                             B b, C c, float *state, float *output) {
+    Vec h[kStates], rates[kStates];
+    for (int j = 0; j < kStates; ++j) {
+        h[j] = load(state + j * kWidth);
+        rates[j] = load(rate + j * kWidth);
+    }
     for (int64_t t = 0; t < tokens; ++t) {
-        const Vec in = load(input + t * kWidth);
+        const Vec step = load(dt + t * kWidth), in = load(input + t * kWidth);
         Vec out = kOutputs ? load(output + t * kWidth) : Vec{};
         for (int j = 0; j < kStates; ++j) {
-            const int64_t place = (t * kStates + j) * kWidth;
-            if (kKeep) store(kept + place, h[j]);
-            h[j] = load(decay + place) * h[j] + in * b.at(t, j);
+            h[j] = decay_of<kTame>(step, rates[j]) * h[j] + in * b.at(t, j);
             if (kOutputs) out += c.at(t, j) * h[j];
         }
         if (kOutputs) store(output + t * kWidth, out);
     }
+    for (int j = 0; j < kStates; ++j) store(state + j * kWidth, h[j]);
+}
+
+// The same for an adjoint, which needs all of it again: decay[token][state][lane], and kept, the
+// states before each token and behind the last.
+template <int kStates, bool kTame, class B>
+ANYMAMBA_INLINE void advance_and_keep(int64_t tokens, const float *dt, const float *rate,
+                                      const float *input, B b, const float *state, float *decay,
+                                      float *kept) {
+    Vec h[kStates], rates[kStates];
     for (int j = 0; j < kStates; ++j) {
-        if (kKeep) store(kept + (tokens * kStates + j) * kWidth, h[j]);
-        store(state + j * kWidth, h[j]);
+        h[j] = load(state + j * kWidth);
+        rates[j] = load(rate + j * kWidth);
     }
+    for (int64_t t = 0; t < tokens; ++t) {
+        const Vec step = load(dt + t * kWidth), in = load(input + t * kWidth);
+        for (int j = 0; j < kStates; ++j) {
+            const int64_t place = (t * kStates + j) * kWidth;
+            const Vec fading = decay_of<kTame>(step, rates[j]);
+            store(decay + place, fading);
+            store(kept + place, h[j]);
+            h[j] = fading * h[j] + in * b.at(t, j);
+        }
+    }
+    for (int j = 0; j < kStates; ++j) store(kept + (tokens * kStates + j) * kWidth, h[j]);
 }
 
 // What the adjoint of one vector and a few states reads and adds to.

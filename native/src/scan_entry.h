@@ -6,27 +6,7 @@
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
-template <bool kOutputs>
-inline void advance_vector(const ScanShape &shape, const ScanWorker &worker, int64_t tokens,
-                           int64_t vector) {
-    const Stage &stage = worker.stage;
-    const int64_t at = vector * shape.token_stride(), states_at = vector * shape.state_stride();
-    const bool tame = is_tame(tokens, stage.dt + at, load(stage.bound + vector * kWidth));
-    float *output = worker.grad_input + at;
-    if (kOutputs) memset(output, 0, (size_t)(tokens * kWidth) * sizeof(float));
-    with_coefficients(shape, stage, vector, [&](auto b, auto c) {
-        const auto run = [&](auto together, int64_t r) {
-            constexpr int kStates = decltype(together)::kCount;
-            const int64_t place = states_at + r * kWidth;
-            fill_decays<kStates>(tame, tokens, stage.dt + at, stage.rate + place, stage.decay);
-            advance<kStates, kOutputs, false>(tokens, stage.decay, stage.input + at, b.from(r),
-                                              c.from(r), stage.state + place, output, nullptr);
-        };
-        for_states(shape.states, run);
-    });
-}
-
-// grad_z = grad_y (C h + skip u) silu'(z), for the outputs that `advance_vector` left.
+// grad_z = grad_y (C h + skip u) silu'(z), for the outputs that lie where grad_input will.
 inline void write_grad_z(const ScanAdjoint &problem, const Block &block, const ScanWorker &worker,
                          const Chunk &chunk) {
     const anymamba_tensor &grad_z = problem.grad.z;
@@ -66,10 +46,11 @@ inline void find_entries(const ScanAdjoint &problem, const Block &block, const S
         if (chunk.last && !gated) continue;
         stage.enter(shape, block, problem.in, chunk);
         for (int64_t v = 0; v < block.vectors; ++v) {
+            float *output = worker.grad_input + v * shape.token_stride();
             if (gated)
-                advance_vector<true>(shape, worker, chunk.tokens(), v);
+                advance_vector<true>(shape, stage, chunk.tokens(), v, output);
             else
-                advance_vector<false>(shape, worker, chunk.tokens(), v);
+                advance_vector<false>(shape, stage, chunk.tokens(), v, output);
         }
         if (gated) write_grad_z(problem, block, worker, chunk);
     }

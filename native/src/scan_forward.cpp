@@ -1,6 +1,5 @@
 // The selective scan, left to right: a task takes a block of channels through the whole row.
 #include "parallel.h"
-#include "scan_core.h"
 #include "scan_stage.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
@@ -13,26 +12,6 @@ struct Worker {
     Worker(Carver &carver, const ScanShape &shape)
         : stage(carver, shape), output(carver.floats(shape.block_vectors * shape.token_stride())) {}
 };
-
-// One vector over one chunk, all states.
-void run_vector(const ScanShape &shape, const Worker &worker, int64_t tokens, int64_t vector) {
-    const Stage &stage = worker.stage;
-    const float *dt = stage.dt + vector * shape.token_stride();
-    const float *input = stage.input + vector * shape.token_stride();
-    const float *rate = stage.rate + vector * shape.state_stride();
-    float *state = stage.state + vector * shape.state_stride();
-    float *output = worker.output + vector * shape.token_stride();
-    const bool tame = is_tame(tokens, dt, load(stage.bound + vector * kWidth));
-    memset(output, 0, (size_t)(tokens * kWidth) * sizeof(float));
-    with_coefficients(shape, stage, vector, [&](auto b, auto c) {
-        for_states(shape.states, [&](auto together, int64_t r) {
-            constexpr int kStates = decltype(together)::kCount;
-            fill_decays<kStates>(tame, tokens, dt, rate + r * kWidth, stage.decay);
-            advance<kStates, true, false>(tokens, stage.decay, input, b.from(r), c.from(r),
-                                          state + r * kWidth, output, nullptr);
-        });
-    });
-}
 
 // y = (output + skip u) silu(z), token by token.
 void write_outputs(const ScanShape &shape, const Block &block, const ScanInputs &in,
@@ -62,7 +41,7 @@ void write_outputs(const ScanShape &shape, const Block &block, const ScanInputs 
 
 // Tensors: ScanInputs, then y and the final states. Sizes: ScanShape.
 int64_t scan_forward(const anymamba_call &call) {
-    const ScanShape shape(call.sizes);
+    const ScanShape shape(call.sizes, call.threads);
     const ScanInputs in(call.tensors);
     const anymamba_tensor &y = call.tensors[kScanInputs], &final = call.tensors[kScanInputs + 1];
     Carver carver{static_cast<char *>(call.workspace)};
@@ -88,7 +67,8 @@ int64_t scan_forward(const anymamba_call &call) {
                             stage.state);
             stage.enter(shape, block, in, chunk);
             for (int64_t v = 0; v < block.vectors; ++v)
-                run_vector(shape, worker, chunk.tokens(), v);
+                advance_vector<true>(shape, stage, chunk.tokens(), v,
+                                     worker.output + v * shape.token_stride());
             write_outputs(shape, block, in, worker, chunk, y);
             if (chunk.last)
                 store_states(shape, block, stage.state, final, row * final.stride[0], 1);

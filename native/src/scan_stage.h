@@ -1,7 +1,7 @@
 // Bringing tensors into the layout of a block, and back.
 #pragma once
 
-#include "scan.h"
+#include "scan_core.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
@@ -54,7 +54,6 @@ struct Stage {
     float *b, *c;   // [token][state], constant: [vector][state][lane]
     float *dt;      // [vector][token][lane]
     float *input;   // [vector][token][lane] dt u
-    float *decay;   // [token][kTogether][lane]
     float *row[4];  // one token of the block each
 
     Stage(Carver &carver, const ScanShape &shape) {
@@ -69,7 +68,6 @@ struct Stage {
         c = carver.floats(coefficients + kWidth);
         dt = carver.floats(vectors * shape.token_stride());
         input = carver.floats(vectors * shape.token_stride());
-        decay = carver.floats(shape.chunk_len * kTogether * kWidth);
         for (float *&scratch : row) scratch = carver.floats(vectors * kWidth);
     }
 
@@ -146,6 +144,26 @@ ANYMAMBA_INLINE void with_coefficients(const ScanShape &shape, const Stage &stag
         function(b, fixed_c);
     else
         function(b, c);
+}
+
+// One vector over one chunk, all states. kOutputs: output[token][lane] is the sum over them.
+template <bool kOutputs>
+inline void advance_vector(const ScanShape &shape, const Stage &stage, int64_t tokens,
+                           int64_t vector, float *output) {
+    const int64_t at = vector * shape.token_stride(), states_at = vector * shape.state_stride();
+    const bool tame = is_tame(tokens, stage.dt + at, load(stage.bound + vector * kWidth));
+    if (kOutputs) memset(output, 0, (size_t)(tokens * kWidth) * sizeof(float));
+    with_coefficients(shape, stage, vector, [&](auto b, auto c) {
+        with_answer(tame, [&](auto is_tame) {
+            for_states(shape.states, [&](auto together, int64_t r) {
+                constexpr int kStates = decltype(together)::kCount;
+                const int64_t place = states_at + r * kWidth;
+                advance<kStates, kOutputs, decltype(is_tame)::kYes>(
+                    tokens, stage.dt + at, stage.rate + place, stage.input + at, b.from(r),
+                    c.from(r), stage.state + place, output);
+            });
+        });
+    });
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT
