@@ -472,6 +472,20 @@ def test_failed_write_leaves_the_old_file_whole(saved, monkeypatch, place, error
     assert_same_cache(make(), load_state(saved))
 
 
+def test_a_failed_write_is_told_while_another_error_is_handled(saved, monkeypatch):
+    """Who saves the state because something went wrong is told why it could not be saved."""
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        try:
+            raise ValueError("what went wrong before")
+        except ValueError:
+            save_state(make("mamba1"), saved)
+
+
 def test_killed_writer_leaves_the_old_file_whole(saved):
     """A process that dies in the middle of a write leaves the old file readable."""
     program = f"""

@@ -74,7 +74,10 @@ def test_large_results_lie_in_large_pages():
     torch.use_deterministic_algorithms(False)  # poisoning would fill it before it is advised
     tensor = new_tensor(torch.zeros(1), (64 << 20,), torch.uint8)
     tensor.fill_(1)
-    assert int(mapping_of(tensor)["AnonHugePages:"][0]) >= 32 << 10
+    assert "hg" in mapping_of(tensor)["VmFlags:"]
+    # A system short of them gives small ones, to everybody.
+    given = int(mapping_of(copy_to_large_pages(tensor))["AnonHugePages:"][0])
+    assert int(mapping_of(tensor)["AnonHugePages:"][0]) >= min(32 << 10, given // 2)
 
 
 @has_large_pages

@@ -34,7 +34,7 @@ def test_turned_off_means_portable():
     with override(native="off"):
         assert native_status().variant is None
         ssd_core(*inputs())
-        with pytest.raises(BackendError, match="native=off" if NATIVE else "no compiled kernels"):
+        with pytest.raises(BackendError, match="native=off"):
             ssd_core(*inputs(), impl="native")
 
 

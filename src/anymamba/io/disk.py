@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,7 @@ def replacing(where: str, file: Path) -> Iterator[BinaryIO]:
         CheckpointError: the system refuses.
     """
     temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.part"
+    handled_outside = sys.exc_info()[1]
     try:
         with open(temporary, "xb") as stream:
             if file.exists():
@@ -81,8 +83,10 @@ def replacing(where: str, file: Path) -> Iterator[BinaryIO]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:
-        # torch's writer, closing after a failure, covers it with a RuntimeError of its own.
-        first = error.__context__ or error
+        # torch's writer, closing after a failure, covers it with a RuntimeError of its own. Whoever
+        # saves while handling an error has that one as the context of the first failure.
+        covered = error.__context__
+        first = error if covered is None or covered is handled_outside else covered
         if not isinstance(first, Exception):
             raise first from None
         raise CheckpointError(
