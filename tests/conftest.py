@@ -24,3 +24,14 @@ def dtype(request):
     name, _, kind = request.param.partition(" ")
     with running(kind or "any"):
         yield getattr(torch, name)
+
+
+@pytest.fixture(autouse=True)
+def memory_settings(monkeypatch):
+    """Return how often a command asked to keep freed memory; nobody does, for the other tests' sake.
+
+    It would hold for the whole process.
+    """
+    asked = []
+    monkeypatch.setattr("anymamba.ops.keep_freed_memory", lambda: asked.append(True))
+    return asked

@@ -41,14 +41,6 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(autouse=True)
-def memory_settings(monkeypatch):
-    """Return how often a command asked to keep freed memory: that is for a whole process."""
-    asked = []
-    monkeypatch.setattr("anymamba.ops.keep_freed_memory", lambda: asked.append(True))
-    return asked
-
-
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Return a function that runs a command line, with text on stdin if given."""
