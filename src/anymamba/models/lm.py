@@ -304,10 +304,7 @@ class MambaLM(nn.Module):
         if targets_bs is None:
             targets_bs = next_token_targets(ids_bs, cu_seqlens, seq_idx)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-        where = "MambaLM"
-        self._check_ids(where, ids_bs, 2)
-        if cache is not None:
-            self._check_cache(where, cache)
+        self._check_piece(ids_bs, cache)
         x_bsd, weight_wd = embed(self.backbone.embedding, self.lm_head, ids_bs)
         hidden_bsd, new = self.backbone.sequence(x_bsd, cache, how, None)
         total = self._loss_sum(hidden_bsd, weight_wd, targets_bs)
@@ -356,7 +353,7 @@ class MambaLM(nn.Module):
 
     def _total(self, ids_bs: Tensor, targets_bs: Tensor, how: dict[str, Any]) -> Tensor:
         """Return the summed loss of whole sequences."""
-        self._check_ids("MambaLM", ids_bs, 2)
+        self._check_piece(ids_bs)
         x_bsd, weight_wd = embed(self.backbone.embedding, self.lm_head, ids_bs)
         return self._loss_sum(self.backbone.outputs(x_bsd, how, None), weight_wd, targets_bs)
 
@@ -370,19 +367,21 @@ class MambaLM(nn.Module):
 
     def _outputs(self, ids_bs: Tensor, how: dict[str, Any]) -> Tensor:
         """Return the normalised hidden states of whole sequences; no state is kept."""
-        self._check_ids("MambaLM", ids_bs, 2)
+        self._check_piece(ids_bs)
         return self.backbone.outputs(self.backbone.embedding(ids_bs), how, None)
 
     def _hidden(
         self, ids_bs: Tensor, cache: ModelCache | None, how: dict[str, Any]
     ) -> tuple[Tensor, ModelCache]:
         """Return the normalised hidden states and the state after the piece."""
+        self._check_piece(ids_bs, cache)
+        return self.backbone.sequence(self.backbone.embedding(ids_bs), cache, how, None)
+
+    def _check_piece(self, ids_bs: Tensor, cache: ModelCache | None = None) -> None:
         where = "MambaLM"
         self._check_ids(where, ids_bs, 2)
         if cache is not None:
             self._check_cache(where, cache)
-        x_bsd = self.backbone.embedding(ids_bs)
-        return self.backbone.sequence(x_bsd, cache, how, None)
 
     def _check_ids(self, where: str, ids: Tensor, rank: int) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
