@@ -1,4 +1,4 @@
-"""Test-wide habits: uninitialised memory reads as NaN, and one thread pool for the machine."""
+"""Test-wide habits: uninitialised memory reads as NaN, and no command keeps freed memory."""
 
 import pytest
 import torch
@@ -28,9 +28,9 @@ def dtype(request):
 
 @pytest.fixture(autouse=True)
 def memory_settings(monkeypatch):
-    """Return how often a command asked to keep freed memory; nobody does, for the other tests' sake.
+    """Return the requests of commands to keep freed memory.
 
-    It would hold for the whole process.
+    Nobody is heard: it would hold for the whole process, and the tests after this one.
     """
     asked = []
     monkeypatch.setattr("anymamba.ops.keep_freed_memory", lambda: asked.append(True))

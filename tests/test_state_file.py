@@ -479,10 +479,10 @@ def test_a_failed_write_is_told_while_another_error_is_handled(saved, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError, match="No space left"):
-        try:
-            raise ValueError("what went wrong before")
-        except ValueError:
+    try:
+        raise ValueError("what went wrong before")
+    except ValueError:
+        with pytest.raises(CheckpointError, match="No space left"):
             save_state(make("mamba1"), saved)
 
 

@@ -1,8 +1,8 @@
 // The selective scan cut into tasks (blocks of channels) and chunks (spans of time).
 //
-// Lanes of a vector are channels of one group; a block is a few such vectors. Inside a block
-// everything is stored vector by vector: tokens as [vector][token][lane], states, rates and their
-// gradients as [vector][state][lane].
+// Lanes of a vector are channels of one group; a part is a few such vectors, and a block a few parts.
+// Inside a block everything is stored vector by vector: tokens as [vector][token][lane], states,
+// rates and their gradients as [vector][state][lane].
 #pragma once
 
 #include "rows.h"
@@ -10,8 +10,9 @@
 namespace anymamba::ANYMAMBA_VARIANT {
 
 // Tokens lie in pages of their own, and every block looks up all of them: the wider a block, the
-// better (2 blocks take 20% less than 16 for 1536 channels, forward and backward). With 16 states and
-// 32 tokens of a chunk a block of this width has 400 KB at hand.
+// better (2 blocks take 20% less than 16 for 1536 channels, forward and backward; with 64 states, whose
+// chunks are longer, the forward takes 16% less). With 16 states a block of this width has 400 KB at
+// hand in the forward.
 constexpr int64_t kBlockVectors = 768 / kWidth;
 // Tasks per thread from which on it does not matter that some thread has one more.
 constexpr int64_t kEnoughTasks = 4;
@@ -58,15 +59,28 @@ struct ScanShape {
         chunk_len = states <= 16 ? 32 : states <= 32 ? 64 : 128;
         width = channels / groups;
         group_vectors = ceil_div(width, kWidth);
-        const int64_t rows = larger(1, batch * groups);
+        const int64_t rows = batch * groups;
         part_vectors = smaller(larger(rows * group_vectors / kEnoughParts, 1), kPartVectors);
         group_parts = ceil_div(group_vectors, part_vectors);
-        int64_t blocks = larger(1, ceil_div(group_parts, kBlockVectors / part_vectors));
-        if (rows * blocks < kEnoughTasks * threads)
-            blocks = ceil_div(ceil_div(rows * blocks, threads) * threads, rows);
-        block_parts = larger(1, ceil_div(group_parts, blocks));
+        block_parts = evenest_parts(rows, threads);
         block_vectors = block_parts * part_vectors;
         group_blocks = ceil_div(group_parts, block_parts);
+    }
+
+    // Parts of a block: the most, or where threads have few tasks each, the most of those numbers with
+    // which the busiest thread has the least to do.
+    int64_t evenest_parts(int64_t rows, int64_t threads) const {
+        const int64_t most = smaller(group_parts, kBlockVectors / part_vectors);
+        const auto tasks_with = [&](int64_t parts) { return rows * ceil_div(group_parts, parts); };
+        if (tasks_with(most) >= kEnoughTasks * threads) return most;
+        int64_t best = most, least = -1;
+        for (int64_t parts = most; parts >= 1; --parts) {
+            const int64_t busiest = ceil_div(tasks_with(parts), threads) * parts;
+            if (least >= 0 && busiest >= least) continue;
+            least = busiest;
+            best = parts;
+        }
+        return best;
     }
 
     int64_t tasks() const { return batch * groups * group_blocks; }

@@ -27,7 +27,7 @@ struct ScanGradients {
           z(wanted[7]) {}
 };
 
-// What outlives a task: each block of each row owns its part.
+// What outlives a task: each block of each row owns its place.
 struct ScanShared {
     Chunk *chunks;
     float *entry;              // [row][chunk][vector][state][lane]

@@ -2,10 +2,10 @@
 //
 //   1. left to right: the state that enters each chunk, and the gradient of the gate
 //   2. right to left, a span of chunks at a time: rebuild a chunk, run q through it, and leave what
-//      B and C receive from each block of channels; then add the blocks up
+//      B and C receive from each part of the channels; then add the parts up
 //   3. add up what A, the skip and constant coefficients receive from each row
 //
-// Sums over channels run over the vectors of a block, then over its lanes, then over the blocks;
+// Sums over channels run over the vectors of a part, then over its lanes, then over the parts;
 // none of these depends on the number of threads.
 #include "parallel.h"
 #include "scan_entry.h"
@@ -68,8 +68,8 @@ void retreat_vector(const ScanAdjoint &problem, const Block &block, const ScanWo
                              worker.grad_input + at,
                              worker.grad_exponent + at};
     with_coefficients(shape, stage, vector, [&](auto b, auto c) {
-        with_answer(tame, [&](auto is_tame) {
-            advance_and_keep<kStates, decltype(is_tame)::kYes>(
+        with_answer(tame, [&](auto answer) {
+            advance_and_keep<kStates, decltype(answer)::kYes>(
                 tokens, stage.dt + at, rate, stage.input + at, b.from(r), entry + states_at,
                 worker.decay, worker.kept);
         });

@@ -67,12 +67,12 @@ ANYMAMBA_INLINE bool is_tame(int64_t tokens, const float *dt, Vec bound) {
     return any == 0;
 }
 
-// Calls `function` with the answer as a type that loops are compiled for.
 template <bool kIs>
 struct Answer {
     static constexpr bool kYes = kIs;
 };
 
+// Calls `function` with the answer as a type that loops are compiled for.
 template <class Function>
 ANYMAMBA_INLINE void with_answer(bool yes, const Function &function) {
     if (yes)

@@ -58,14 +58,16 @@ struct Stage {
 
     Stage(Carver &carver, const ScanShape &shape) {
         const int64_t vectors = shape.block_vectors;
-        const int64_t coefficients =
-            larger(shape.chunk_len * shape.states, vectors * shape.state_stride());
+        const auto coefficients = [&](bool is_constant) {
+            return is_constant ? vectors * shape.state_stride()
+                               : shape.chunk_len * shape.states + kWidth;
+        };
         rate = carver.floats(vectors * shape.state_stride());
         bound = carver.floats(vectors * kWidth);
         skip = carver.floats(vectors * kWidth);
         state = carver.floats(vectors * shape.state_stride());
-        b = carver.floats(coefficients + kWidth);
-        c = carver.floats(coefficients + kWidth);
+        b = carver.floats(coefficients(shape.constant_b));
+        c = carver.floats(coefficients(shape.constant_c));
         dt = carver.floats(vectors * shape.token_stride());
         input = carver.floats(vectors * shape.token_stride());
         for (float *&scratch : row) scratch = carver.floats(vectors * kWidth);
@@ -154,11 +156,11 @@ inline void advance_vector(const ScanShape &shape, const Stage &stage, int64_t t
     const bool tame = is_tame(tokens, stage.dt + at, load(stage.bound + vector * kWidth));
     if (kOutputs) memset(output, 0, (size_t)(tokens * kWidth) * sizeof(float));
     with_coefficients(shape, stage, vector, [&](auto b, auto c) {
-        with_answer(tame, [&](auto is_tame) {
+        with_answer(tame, [&](auto answer) {
             for_states(shape.states, [&](auto together, int64_t r) {
                 constexpr int kStates = decltype(together)::kCount;
                 const int64_t place = states_at + r * kWidth;
-                advance<kStates, kOutputs, decltype(is_tame)::kYes>(
+                advance<kStates, kOutputs, decltype(answer)::kYes>(
                     tokens, stage.dt + at, stage.rate + place, stage.input + at, b.from(r),
                     c.from(r), stage.state + place, output);
             });

@@ -263,11 +263,12 @@ def bench(monkeypatch, capsys):
 WAYS = {way: TimedWay(answering(1, 1, 1)) for way in ("native", "portable", "serial")}
 
 
-def test_the_command_prints_and_writes(bench, tmp_path):
+def test_the_command_prints_and_writes(bench, tmp_path, memory_settings):
     """Tables in 80 columns; page, picture and data beside each other; exit code 0."""
     pytest.importorskip("matplotlib")
     code, out, err = bench(WAYS, "--save", tmp_path / "my.bench")
     assert code == 0, err
+    assert memory_settings == [True]
     assert max(map(len, out.splitlines())) <= 80
     assert "Every way that was timed agrees" in out
     found = {file.name for file in tmp_path.iterdir()}

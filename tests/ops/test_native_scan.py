@@ -200,8 +200,11 @@ def test_growth_overflows_as_in_the_portable_code(kind):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_bad_channel_stays_alone(place, bad, kind):
-    """NaN or infinity in u or dt of one channel reaches no other, though they share a vector."""
-    tensors = make(70, 9, 4)
+    """NaN or infinity in u or dt of one channel reaches no other, though they share a vector.
+
+    Five states: four are advanced together, and one alone.
+    """
+    tensors = make(70, 9, 5)
     with running(kind):
         clean = run(tensors)
         tensors[place][0, 40, 5] = bad
