@@ -7,7 +7,6 @@ namespace anymamba::ANYMAMBA_VARIANT {
 
 // Columns of the state that are taken at a time: two vectors.
 constexpr int64_t kColumns = 2 * kWidth;
-constexpr int64_t kLine = 16;  // numbers of a cache line
 
 inline int64_t padded_state(const DecodeLayer &layer) {
     return ceil_div(layer.state, kColumns) * kColumns;
@@ -81,9 +80,7 @@ struct StateRows {
 
     void advance(float alpha, const HeadDesk &desk, int64_t p) {
         for (int64_t place = 0; place < whole; place += kColumns) {
-            for (int row = 0; row < kRows; ++row)
-                for (int64_t line = 0; line < kColumns; line += kLine)
-                    ask_behind(state + row * size + place + line);
+            for (int row = 0; row < kRows; ++row) ask_behind<kColumns>(state + row * size + place);
             add_keys<kRows>(state + place, size, alpha, desk, p, place);
         }
         if (whole == size) return;

@@ -16,7 +16,7 @@ ANYMAMBA_INLINE void advance(float *state, int64_t size, float alpha, const floa
     for (; place + kWidth <= size; place += kWidth) {
         const Vec key = load(b + place), query = load(c + place);
         for (int64_t p = 0; p < kCount; ++p) {
-            ask_behind(state + p * size + place);
+            ask_behind<kWidth>(state + p * size + place);
             const Vec next = load(state + p * size + place) * alpha + key * input[p];
             store(state + p * size + place, next);
             sum[p] += next * query;

@@ -50,9 +50,12 @@ ANYMAMBA_INLINE void ask_for(Soon soon, int64_t bytes) {
         __builtin_prefetch(soon.at + place, 0, 2);
 }
 
-// Asks for a line of a state that is read and written later, behind this one.
+// Asks for as much of a state as a step takes, which is read and written later, behind this one.
+template <int64_t kNumbers>
 ANYMAMBA_INLINE void ask_behind(const float *state) {
-    __builtin_prefetch(reinterpret_cast<const char *>(state) + kReach / 2, 0, 2);
+    const char *later = reinterpret_cast<const char *>(state) + kReach / 2;
+    for (int64_t place = 0; place < kNumbers * (int64_t)sizeof(float); place += 64)
+        __builtin_prefetch(later + place, 0, 2);
 }
 
 // What a group of rows asks for, of the rows before `end` and behind them of what is read next. A
