@@ -57,7 +57,8 @@ class Task(NamedTuple):
         averaged: over how many of the last steps weights are averaged, with weights that fall
             exponentially, from the middle of the training, or of its repetition, on; 1 takes the
             last weights.
-        gives_up: after which share of the steps a training ends that is hopeless; 1 never does.
+        gives_up: after which share of all steps, the repeated ones too, a training ends that is
+            hopeless; 1 never does.
     """
 
     size: Size

@@ -73,13 +73,12 @@ struct ScanShape {
         const int64_t most = smaller(group_parts, kBlockVectors / part_vectors);
         const auto tasks_with = [&](int64_t parts) { return rows * ceil_div(group_parts, parts); };
         if (tasks_with(most) >= kEnoughTasks * threads) return most;
-        int64_t best = most, least = -1;
-        for (int64_t parts = most; parts >= 1; --parts) {
-            const int64_t busiest = ceil_div(tasks_with(parts), threads) * parts;
-            if (least >= 0 && busiest >= least) continue;
-            least = busiest;
-            best = parts;
-        }
+        const auto busiest_with = [&](int64_t parts) {
+            return ceil_div(tasks_with(parts), threads) * parts;
+        };
+        int64_t best = most;
+        for (int64_t parts = most - 1; parts >= 1; --parts)
+            if (busiest_with(parts) < busiest_with(best)) best = parts;
         return best;
     }
 

@@ -1,4 +1,4 @@
-// Bringing tensors into the layout of a block, and back.
+// Bringing tensors into the layout of a block, and back; the run of one of its vectors over a chunk.
 #pragma once
 
 #include "scan_core.h"

@@ -37,6 +37,7 @@ LONG = 1024
 # an earlier run of the bench one such step reached 21 GB. The profiler keeps a record of every
 # operation of that loop, so its memory is not measured at this length.
 THEIR_LONGEST = 256
+# What it took, and room for our own step.
 THEIR_BYTES = 8e9
 QUADRATIC = "the backward of its Mamba-1 is quadratic in the length; 256 tokens show it"
 TOO_LARGE = "256 tokens of its Mamba-1 may need 8 GB, which are not free here"
