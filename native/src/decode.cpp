@@ -78,7 +78,7 @@ void run_mlp(Step &step, const DecodeLayer &layer, Soon after) {
     const Soon between = step.first_of(layer.fc2);
     step.share_rows(layer.fc1, half, between, [&](Share own, Soon soon) {
         const Share gates{half + own.first, half + own.last};
-        multiply(layer.fc1, step.desk.x, own, rows_of(layer.fc1, gates), board.hidden,
+        multiply(layer.fc1, step.desk.x, own, rows_of(layer.fc1, gates, step.rows), board.hidden,
                  board.hidden_stride);
         multiply(layer.fc1, step.desk.x, gates, soon, board.hidden, board.hidden_stride);
         for (int64_t row = 0; row < step.rows; ++row) {

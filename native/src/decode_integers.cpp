@@ -1,26 +1,33 @@
-// Integer matrices times vectors: sixteen rows and eight blocks are opened at a time, then meet all
+// Integer matrices times vectors: eight blocks of a panel are opened at a time, then meet all
 // vectors, four by four.
 #include "decode_integers.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
-// Blocks whose scales are read together: sixteen bytes of bfloat16.
+constexpr int64_t kGroups = kPanel / kLanes;
+// Blocks that are opened together.
 constexpr int64_t kSpan = 8;
 // Vectors that share a load of a unit; with two groups of rows their sums fit into the registers.
 constexpr int64_t kTogether = 4;
+constexpr int kStreams = streams_of(1);
 
-// Some blocks of kGroups times eight rows, opened.
-template <class Format, int64_t kGroups>
-struct Panel {
+// Some blocks of a panel, opened.
+template <class Format>
+struct Opened {
     Shorts units[kSpan][Format::kUnits][kGroups];
     Floats scales[kSpan][kGroups];
 };
 
-// acc += this panel times kVectors vectors. The order of a sum: blocks one after the other, each of
+ANYMAMBA_INLINE Floats open_scales(const uint8_t *scales, int64_t group) {
+    const Eighths halves = fetch<Eighths>(scales + group * (int64_t)sizeof(Eighths));
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// acc += opened blocks times kVectors vectors. The order of a sum: blocks one after the other, each of
 // them exact.
-template <class Format, int64_t kGroups, int64_t kVectors>
-ANYMAMBA_INLINE void add_vectors(const Panel<Format, kGroups> &panel, const Activations &x,
+template <class Format, int64_t kVectors>
+ANYMAMBA_INLINE void add_vectors(const Opened<Format> &opened, const Activations &x,
                                  int64_t vector, int64_t block, int64_t count,
                                  Floats (*acc)[kGroups]) {
     Floats held[kVectors][kGroups];
@@ -37,13 +44,13 @@ ANYMAMBA_INLINE void add_vectors(const Panel<Format, kGroups> &panel, const Acti
             for (int64_t v = 0; v < kVectors; ++v) {
                 const Ints word = Ints{} + words[v * Format::kUnits + unit];
                 for (int64_t g = 0; g < kGroups; ++g)
-                    sum[v][g] += Format::product(panel.units[place][unit][g], word);
+                    sum[v][g] += Format::product(opened.units[place][unit][g], word);
             }
         for (int64_t v = 0; v < kVectors; ++v)
             for (int64_t g = 0; g < kGroups; ++g) {
                 const Ints total = Format::total(sum[v][g], x.offsets[at + v]);
                 held[v][g] += __builtin_convertvector(total, Floats) *
-                              (panel.scales[place][g] * x.scales[at + v]);
+                              (opened.scales[place][g] * x.scales[at + v]);
             }
     }
     for (int64_t v = 0; v < kVectors; ++v)
@@ -51,145 +58,87 @@ ANYMAMBA_INLINE void add_vectors(const Panel<Format, kGroups> &panel, const Acti
 }
 
 // The vectors from `vector` on, at most kVectors of them; returns how many it took.
-template <class Format, int64_t kGroups, int64_t kVectors>
-int64_t add_group(const Panel<Format, kGroups> &panel, const Activations &x, int64_t vector,
+template <class Format, int64_t kVectors>
+int64_t add_group(const Opened<Format> &opened, const Activations &x, int64_t vector,
                   int64_t block, int64_t count, Floats (*acc)[kGroups]) {
     if constexpr (kVectors > 1)
         if (x.rows - vector < kVectors)
-            return add_group<Format, kGroups, kVectors - 1>(panel, x, vector, block, count, acc);
-    add_vectors<Format, kGroups, kVectors>(panel, x, vector, block, count, acc);
+            return add_group<Format, kVectors - 1>(opened, x, vector, block, count, acc);
+    add_vectors<Format, kVectors>(opened, x, vector, block, count, acc);
     return kVectors;
 }
 
-// The scales of eight blocks, or of the last few, from lanes of pairs.
-template <class Rows>
-ANYMAMBA_INLINE void open_scales(const Rows &scales, int64_t block, int64_t count, Floats *to) {
-    Words pairs[kSpan / 2];
-    if (count == kSpan) {
-        scales.turn(block * (int64_t)sizeof(BFloat16), pairs);
-    } else {
-        // What follows the last scale may not be ours to read.
-        uint8_t part[kLanes][16] = {};
-        for (int64_t lane = 0; lane < kLanes; ++lane)
-            memcpy(part[lane], scales.row(lane) + block * sizeof(BFloat16),
-                   (size_t)count * sizeof(BFloat16));
-        EightRows<true>{{part[0], 16, kLanes}}.turn(0, pairs);
-    }
-    for (int64_t pair = 0; pair < kSpan / 2; ++pair) {
-        to[2 * pair] = (Floats)(pairs[pair] << 16);
-        to[2 * pair + 1] = (Floats)(pairs[pair] & 0xFFFF0000u);
+// Those of a panel's sums that belong to `own`, with their bias.
+ANYMAMBA_INLINE void write_sums(const DecodeMatrix &matrix, Share own, int64_t panel,
+                                const Floats *sums, float *out) {
+    float all[kPanel];
+    memcpy(all, sums, sizeof(all));
+    const Share places = places_of(own, panel);
+    for (int64_t place = places.first; place < places.last; ++place) {
+        const int64_t row = panel * kPanel + place;
+        out[row] = matrix.bias == nullptr ? all[place] : all[place] + matrix.bias[row];
     }
 }
 
-// kGroups times eight rows of a matrix; without kWhole only the first `count` of them.
-template <class Format, int64_t kGroups, bool kWhole>
-struct Strip {
-    const uint8_t *data, *scales, *end;  // end: of the rows that are read together with these
-    int64_t blocks, count;
-    Soon next;  // what is read behind them
-
-    // The first of the rows in `rest`.
-    Strip(const DecodeMatrix &matrix, Share rest, Soon then)
-        : blocks(ceil_div(matrix.columns, kDecodeBlock)),
-          count(smaller(kGroups * kLanes, rest.last - rest.first)),
-          next(then) {
-        data = static_cast<const uint8_t *>(matrix.data) + rest.first * row_bytes();
-        end = data + (rest.last - rest.first) * row_bytes();
-        scales = static_cast<const uint8_t *>(matrix.scales) + rest.first * scale_bytes();
-    }
-    int64_t row_bytes() const { return blocks * Format::kBytes; }
-    int64_t scale_bytes() const { return blocks * (int64_t)sizeof(BFloat16); }
-    Ahead<false> ahead() const {
-        const int64_t bytes = kGroups * kLanes * row_bytes();
-        return Lookahead<false>(end, next, bytes, kGroups * blocks, 1).behind(data, 0);
-    }
-
-    ANYMAMBA_INLINE EightRows<kWhole> weights_of(int64_t group) const {
-        const int64_t skip = group * kLanes;
-        return {{data + skip * row_bytes(), row_bytes(), count - skip}};
-    }
-    ANYMAMBA_INLINE EightRows<kWhole> scales_of(int64_t group) const {
-        const int64_t skip = group * kLanes;
-        return {{scales + skip * scale_bytes(), scale_bytes(), count - skip}};
-    }
-};
-
 // Several vectors: units are opened into memory, where all vectors meet them.
-template <class Format, int64_t kGroups, bool kWhole>
-ANYMAMBA_INLINE void add_all(const Strip<Format, kGroups, kWhole> &strip, const Activations &x,
-                             Floats (*acc)[kGroups]) {
-    Panel<Format, kGroups> panel;
-    Ahead<false> ahead = strip.ahead();
-    for (int64_t block = 0; block < strip.blocks; block += kSpan) {
-        const int64_t span = smaller(kSpan, strip.blocks - block);
-        for (int64_t g = 0; g < kGroups; ++g) {
-            Floats scales[kSpan];
-            open_scales(strip.scales_of(g), block, span, scales);
-            for (int64_t place = 0; place < kSpan; ++place)
-                panel.scales[place][g] = scales[place];
+template <class Format>
+void multiply_some(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
+                   int64_t out_stride) {
+    const Panels<Format::kBytes> panels(matrix);
+    const Share all = panels_of(own);
+    Floats acc[kDecodeMostRows][kGroups];
+    Opened<Format> opened;
+    for (int64_t panel = all.first; panel < all.last; ++panel) {
+        for (int64_t v = 0; v < x.rows; ++v)
+            for (int64_t g = 0; g < kGroups; ++g) acc[v][g] = Floats{};
+        for (int64_t block = 0; block < panels.blocks; block += kSpan) {
+            const int64_t span = smaller(kSpan, panels.blocks - block);
             for (int64_t place = 0; place < span; ++place) {
-                ahead.template take<kLanes * Format::kBytes>();
-                Shorts units[Format::kUnits];
-                Format::open(strip.weights_of(g), block + place, units);
-                for (int64_t unit = 0; unit < Format::kUnits; ++unit)
-                    panel.units[place][unit][g] = units[unit];
+                const uint8_t *stored = panels.block(panel, block + place);
+                ask_for_block(stored, panels.kBlock);
+                for (int64_t g = 0; g < kGroups; ++g) {
+                    opened.scales[place][g] =
+                        open_scales(panels.scales_of(panel, block + place), g);
+                    Shorts units[Format::kUnits];
+                    Format::open(stored + g * (int64_t)sizeof(Words), units);
+                    for (int64_t unit = 0; unit < Format::kUnits; ++unit)
+                        opened.units[place][unit][g] = units[unit];
+                }
             }
+            for (int64_t vector = 0; vector < x.rows;)
+                vector += add_group<Format, kTogether>(opened, x, vector, block, span, acc);
         }
-        for (int64_t vector = 0; vector < x.rows;)
-            vector += add_group<Format, kGroups, kTogether>(panel, x, vector, block, span, acc);
+        for (int64_t v = 0; v < x.rows; ++v)
+            write_sums(matrix, own, panel, acc[v], out + v * out_stride);
     }
 }
 
 // One vector: units are used as they are opened.
-template <class Format, int64_t kGroups, bool kWhole>
-ANYMAMBA_INLINE void add_one(const Strip<Format, kGroups, kWhole> &strip, const Activations &x,
-                             Floats (*acc)[kGroups]) {
-    Ahead<false> ahead = strip.ahead();
-    for (int64_t block = 0; block < strip.blocks; block += kSpan) {
-        const int64_t span = smaller(kSpan, strip.blocks - block);
-        for (int64_t g = 0; g < kGroups; ++g) {
-            Floats scales[kSpan], held = acc[0][g];
-            open_scales(strip.scales_of(g), block, span, scales);
-            for (int64_t place = 0; place < span; ++place) {
-                ahead.template take<kLanes * Format::kBytes>();
-                const int64_t at = block + place;
-                const int32_t *words = x.words + at * Format::kUnits;
-                Shorts units[Format::kUnits];
-                Format::open(strip.weights_of(g), at, units);
-                auto sum = Format::start(x.offsets[at]);
+template <class Format>
+void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
+    const Panels<Format::kBytes> panels(matrix);
+    read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
+        constexpr int kTogetherRead = decltype(streams)::value;
+        Floats sums[kTogetherRead][kGroups] = {};
+        for (int64_t place = 0; place < panels.blocks; ++place)
+            for (int stream = 0; stream < kTogetherRead; ++stream)
+                for (int64_t g = 0; g < kGroups; ++g) {
+                    const int64_t panel = first + stream * apart;
+                    Shorts units[Format::kUnits];
+                    Format::open(panels.block(panel, place) + g * (int64_t)sizeof(Words), units);
+                    typename Format::Sum sum = Format::start(x.offsets[place]);
+                    const int32_t *words = x.words + place * Format::kUnits;
 #pragma GCC unroll 16
-                for (int64_t unit = 0; unit < Format::kUnits; ++unit)
-                    sum += Format::product(units[unit], Ints{} + words[unit]);
-                const Ints total = Format::total(sum, x.offsets[at]);
-                held += __builtin_convertvector(total, Floats) * (scales[place] * x.scales[at]);
-            }
-            acc[0][g] = held;
-        }
-    }
-}
-
-template <class Format, int64_t kGroups, bool kWhole>
-void write_rows(const DecodeMatrix &matrix, const Activations &x, Share rest, Soon next, float *out,
-                int64_t out_stride) {
-    const Strip<Format, kGroups, kWhole> strip(matrix, rest, next);
-    const int64_t row = rest.first;
-    Floats acc[kDecodeMostRows][kGroups];
-    for (int64_t v = 0; v < x.rows; ++v)
-        for (int64_t g = 0; g < kGroups; ++g) acc[v][g] = Floats{};
-    if (x.rows == 1)
-        add_one(strip, x, acc);
-    else
-        add_all(strip, x, acc);
-    for (int64_t v = 0; v < x.rows; ++v)
-        for (int64_t g = 0; g < kGroups; ++g) {
-            const int64_t skip = g * kLanes, lanes = smaller(kLanes, strip.count - skip);
-            float sums[kLanes];
-            memcpy(sums, &acc[v][g], sizeof(sums));
-            float *to = out + v * out_stride + row + skip;
-            for (int64_t lane = 0; lane < lanes; ++lane)
-                to[lane] = matrix.bias == nullptr ? sums[lane]
-                                                  : sums[lane] + matrix.bias[row + skip + lane];
-        }
+                    for (int64_t unit = 0; unit < Format::kUnits; ++unit)
+                        sum += Format::product(units[unit], Ints{} + words[unit]);
+                    const Ints total = Format::total(sum, x.offsets[place]);
+                    const Floats scales = open_scales(panels.scales_of(panel, place), g);
+                    sums[stream][g] +=
+                        __builtin_convertvector(total, Floats) * (scales * x.scales[place]);
+                }
+        for (int stream = 0; stream < kTogetherRead; ++stream)
+            write_sums(matrix, own, first + stream * apart, sums[stream], out);
+    });
 }
 
 // One block of activations as integers. A block with NaN or infinity makes every product NaN.
@@ -238,16 +187,12 @@ void prepare_in(int64_t columns, Activations *x) {
 }
 
 template <class Format>
-void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
+void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
                  int64_t out_stride) {
-    Share rest = own;
-    for (; rest.first + 2 * kLanes <= rest.last; rest.first += 2 * kLanes)
-        write_rows<Format, 2, true>(matrix, x, rest, next, out, out_stride);
-    if (rest.first + kLanes <= rest.last) {
-        write_rows<Format, 1, true>(matrix, x, rest, next, out, out_stride);
-        rest.first += kLanes;
-    }
-    if (!rest.is_empty()) write_rows<Format, 1, false>(matrix, x, rest, next, out, out_stride);
+    if (x.rows == 1)
+        multiply_one<Format>(matrix, x, own, out);
+    else
+        multiply_some<Format>(matrix, x, own, out, out_stride);
 }
 
 }  // namespace
@@ -259,12 +204,12 @@ void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
         prepare_in<Int4Format>(matrix.columns, x);
 }
 
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
-                       float *out, int64_t out_stride) {
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
+                       int64_t out_stride) {
     if (matrix.format == DecodeFormat::kInt8)
-        multiply_in<Int8Format>(matrix, x, own, next, out, out_stride);
+        multiply_in<Int8Format>(matrix, x, own, out, out_stride);
     else
-        multiply_in<Int4Format>(matrix, x, own, next, out, out_stride);
+        multiply_in<Int4Format>(matrix, x, own, out, out_stride);
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

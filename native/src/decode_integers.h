@@ -1,12 +1,8 @@
-// Blocks of 8-bit and 4-bit weights of eight matrix rows at a time, a row in each lane, and the
-// integers that activations become to meet them.
-//
-// With rows in the lanes a block's sum is whole before it is scaled: one conversion and one product
-// of scales serve eight rows. The weights lie row after row, so they are turned on the way; that is
-// paid once for all vectors.
+// Blocks of 8-bit and 4-bit weights of half a panel, eight rows at a time, a row in each lane, and
+// the integers that activations become to meet them.
 #pragma once
 
-#include "decode_rows.h"
+#include "decode_panels.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -23,6 +19,7 @@ typedef uint32_t Words __attribute__((vector_size(32)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef float Floats __attribute__((vector_size(32)));
+typedef uint16_t Eighths __attribute__((vector_size(16)));
 
 // Sums of the products of neighbouring pairs: one instruction on x86.
 ANYMAMBA_INLINE Ints pair_products(Shorts a, Shorts b) {
@@ -49,37 +46,6 @@ ANYMAMBA_INLINE Shorts byte_products(Shorts a, Shorts b) {
 #endif
 }
 
-template <bool kWhole>
-struct EightRows : StoredRows<kWhole> {
-    using StoredRows<kWhole>::row;
-
-    // The sixteen bytes at `offset` of every row, as four vectors: four bytes of a row in its lane.
-    ANYMAMBA_INLINE void turn(int64_t offset, Words *to) const {
-#if defined(__AVX2__)
-        __m256i pair[4];
-        for (int64_t lane = 0; lane < 4; ++lane) {
-            const __m128i low = fetch<__m128i>(row(lane) + offset);
-            const __m128i high = fetch<__m128i>(row(lane + 4) + offset);
-            pair[lane] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-        }
-        const __m256i low01 = _mm256_unpacklo_epi32(pair[0], pair[1]);
-        const __m256i high01 = _mm256_unpackhi_epi32(pair[0], pair[1]);
-        const __m256i low23 = _mm256_unpacklo_epi32(pair[2], pair[3]);
-        const __m256i high23 = _mm256_unpackhi_epi32(pair[2], pair[3]);
-        to[0] = (Words)_mm256_unpacklo_epi64(low01, low23);
-        to[1] = (Words)_mm256_unpackhi_epi64(low01, low23);
-        to[2] = (Words)_mm256_unpacklo_epi64(high01, high23);
-        to[3] = (Words)_mm256_unpackhi_epi64(high01, high23);
-#else
-        uint32_t words[4][kLanes];
-        for (int64_t lane = 0; lane < kLanes; ++lane)
-            for (int64_t part = 0; part < 4; ++part)
-                memcpy(&words[part][lane], row(lane) + offset + 4 * part, 4);
-        memcpy(to, words, sizeof(words));
-#endif
-    }
-};
-
 ANYMAMBA_INLINE int32_t sum_of(const int32_t *block) {
     int32_t sum = 0;
     for (int64_t place = 0; place < kDecodeBlock; ++place) sum += block[place];
@@ -98,13 +64,10 @@ struct Int8Format {
     static constexpr float kLargest = 32767.0f;
     typedef Ints Sum;
 
-    template <class Rows>
-    static ANYMAMBA_INLINE void open(const Rows &rows, int64_t block, Shorts *units) {
-        Words turned[8];
-        rows.turn(block * kBytes, turned);
-        rows.turn(block * kBytes + 16, turned + 4);
+    static ANYMAMBA_INLINE void open(const uint8_t *block, Shorts *units) {
         for (int64_t four = 0; four < 8; ++four) {
-            const Halves pairs = (Halves)(turned[four] ^ 0x80808080u);
+            const Words stored = fetch<Words>(block + four * kFourColumns);
+            const Halves pairs = (Halves)(stored ^ 0x80808080u);
             units[2 * four] = (Shorts)(pairs & 0x00FF);
             units[2 * four + 1] = (Shorts)(pairs >> 8);
         }
@@ -146,12 +109,9 @@ struct Int4Format {
     static constexpr float kLargest = 127.0f;
     typedef Shorts Sum;
 
-    template <class Rows>
-    static ANYMAMBA_INLINE void open(const Rows &rows, int64_t block, Shorts *units) {
-        Words turned[4];
-        rows.turn(block * kBytes, turned);
+    static ANYMAMBA_INLINE void open(const uint8_t *block, Shorts *units) {
         for (int64_t four = 0; four < 4; ++four) {
-            const Words both = turned[four] ^ 0x88888888u;
+            const Words both = fetch<Words>(block + four * kFourColumns) ^ 0x88888888u;
             units[four] = (Shorts)(both & 0x0F0F0F0Fu);
             units[four + 4] = (Shorts)(both >> 4 & 0x0F0F0F0Fu);
         }

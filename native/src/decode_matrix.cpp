@@ -20,6 +20,7 @@ struct FormatOf {
     typedef float Value;
     static constexpr int64_t kParts = kPartsOfStep, kStep = kParts * kWidth;
     static constexpr int kRows = kTogether == 8 ? 3 : kRowsTogether;
+    static constexpr int kStreams = streams_of(sizeof(T));
     // Whether `prepare` made the values, with zeros up to whole steps.
     static constexpr bool kPrepares = false;
 
@@ -166,9 +167,9 @@ ANYMAMBA_INLINE void close_sums(const Sums<kRows, kVectors> &sums, float *to) {
 
 // kRows rows times kVectors vectors, to[vector * kRows + row]. The order of each sum depends on
 // neither.
-template <class Format, int kRows, int kVectors, bool kNear>
+template <class Format, int kRows, int kVectors>
 ANYMAMBA_INLINE void dot(const typename Format::Stored *weight, int64_t columns,
-                         const Values<Format> &x, int64_t vector, Ahead<kNear> ahead, float *to) {
+                         const Values<Format> &x, int64_t vector, Ahead ahead, float *to) {
     constexpr int64_t kStep = Format::kStep;
     const typename Format::Value *values = x.data + vector * x.stride;
     Sums<kRows, kVectors> sums = {};
@@ -188,9 +189,9 @@ ANYMAMBA_INLINE void dot(const typename Format::Stored *weight, int64_t columns,
 }
 
 // The vectors from `vector` on, at most kVectors of them; returns how many it took.
-template <class Format, int kRows, int kVectors, bool kNear>
+template <class Format, int kRows, int kVectors>
 int64_t write_group(const DecodeMatrix &matrix, const Activations &x, int64_t row, int64_t vector,
-                    Ahead<kNear> ahead, float *out, int64_t out_stride) {
+                    Ahead ahead, float *out, int64_t out_stride) {
     if constexpr (kVectors > 1)
         if (x.rows - vector < kVectors)
             return write_group<Format, kRows, kVectors - 1>(matrix, x, row, vector, ahead, out,
@@ -213,7 +214,7 @@ int64_t write_groups(const DecodeMatrix &matrix, const Activations &x, Share own
                      float *out, int64_t out_stride) {
     const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
     const int64_t columns = matrix.columns, shares = ceil_div(x.rows, kVectors);
-    const Lookahead<kVectors == 1> lookahead(
+    const Lookahead lookahead(
         data + own.last * columns, next, kRows * columns * (int64_t)sizeof(*data),
         ceil_div(columns, Format::kStep), shares);
     int64_t row = own.first;
@@ -236,12 +237,40 @@ void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, So
         write_groups<Format, 1, kVectors>(matrix, x, {row, own.last}, next, out, out_stride);
 }
 
-// One vector meets four rows at a time.
+// One vector.
+template <class Format>
+void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
+    constexpr int64_t kStep = Format::kStep;
+    const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
+    const Values<Format> values(x);
+    const int64_t columns = matrix.columns, whole = columns / kStep * kStep;
+    read_in_streams<Format::kStreams>(own, [&](auto streams, int64_t first, int64_t apart) {
+        constexpr int kStreams = decltype(streams)::value;
+        const auto *weight = data + first * columns;
+        Sums<kStreams, 1> sums = {};
+        for (int64_t column = 0; column < whole; column += kStep) {
+            add_part<Format, 0>(weight + column, apart * columns, values.data + column, 0, &sums);
+            if constexpr (Format::kParts == 2)
+                add_part<Format, 1>(weight + column, apart * columns, values.data + column, 0,
+                                    &sums);
+        }
+        float totals[kStreams];
+        close_sums(sums, totals);
+        for (int stream = 0; stream < kStreams; ++stream) {
+            const int64_t row = first + stream * apart;
+            if (whole < columns)
+                totals[stream] +=
+                    dot_of_rest<Format>(data + row * columns, values, 0, whole, columns);
+            out[row] = totals[stream] + (matrix.bias == nullptr ? 0.0f : matrix.bias[row]);
+        }
+    });
+}
+
 template <class Format>
 void multiply_floats(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
                      float *out, int64_t out_stride) {
     if (x.rows == 1)
-        multiply_in<Format, 4, 1>(matrix, x, own, next, out, out_stride);
+        multiply_one<Format>(matrix, x, own, out);
     else
         multiply_in<Format, Format::kRows, kTogether>(matrix, x, own, next, out, out_stride);
 }
@@ -300,7 +329,7 @@ void multiply(const DecodeMatrix &matrix, const Activations &x, Share own, Soon 
             return multiply_floats<Float16Format>(matrix, x, own, next, out, out_stride);
         case DecodeFormat::kInt8:
         case DecodeFormat::kInt4:
-            return multiply_integers(matrix, x, own, next, out, out_stride);
+            return multiply_integers(matrix, x, own, out, out_stride);
     }
 }
 
@@ -320,16 +349,31 @@ int64_t row_bytes(const DecodeMatrix &matrix) {
     return 0;
 }
 
-Soon rows_of(const DecodeMatrix &matrix, Share rows) {
-    const int64_t bytes = row_bytes(matrix);
-    return {static_cast<const char *>(matrix.data) + rows.first * bytes,
-            (rows.last - rows.first) * bytes};
+Soon rows_of(const DecodeMatrix &matrix, Share rows, int64_t vectors) {
+    const int64_t bytes = row_bytes(matrix), count = rows.last - rows.first;
+    const char *at = static_cast<const char *>(matrix.data) + rows.first * bytes;
+    const bool is_wide = matrix.format == DecodeFormat::kFloat32;
+    const bool is_integer =
+        matrix.format == DecodeFormat::kInt8 || matrix.format == DecodeFormat::kInt4;
+    const int64_t streams = streams_of(is_wide ? 4 : 1), piece = is_integer ? kDecodePanel : 1;
+    const int64_t apart = count / piece / streams * piece * bytes;
+    if (vectors > 1 || apart == 0) return {at, count * bytes};
+    return {at, apart, streams, apart};
 }
 
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to) {
     const int64_t columns = matrix.columns, blocks = ceil_div(columns, kDecodeBlock);
-    const auto *bytes = static_cast<const uint8_t *>(matrix.data);
-    const auto *scales = static_cast<const BFloat16 *>(matrix.scales) + row * blocks;
+    const int64_t panel = row / kDecodePanel, lane = row % kDecodePanel;
+    const auto scale_of = [&](int64_t block) {
+        const auto *scales = static_cast<const BFloat16 *>(matrix.scales);
+        return widen(scales[(panel * blocks + block) * kDecodePanel + lane]);
+    };
+    // A byte of the row, of the `bytes` that it has in a block.
+    const auto byte_of = [&](int64_t bytes, int64_t block, int64_t place) {
+        const auto *first = static_cast<const uint8_t *>(matrix.data) +
+                            (panel * blocks + block) * kDecodePanel * bytes;
+        return first[(place / 4 * kDecodePanel + lane) * 4 + place % 4];
+    };
     for (int64_t column = 0; column < columns; ++column) {
         const int64_t block = column / kDecodeBlock, place = column % kDecodeBlock;
         const int64_t index = row * columns + column;
@@ -344,14 +388,12 @@ void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to) {
                 to[column] = widen(static_cast<const Float16 *>(matrix.data)[index]);
                 break;
             case DecodeFormat::kInt8:
-                to[column] =
-                    widen(scales[block]) *
-                    (float)(int8_t)bytes[(row * blocks + block) * kDecodeBlock + place];
+                to[column] = scale_of(block) * (float)(int8_t)byte_of(32, block, place);
                 break;
             case DecodeFormat::kInt4: {
-                const uint8_t both = bytes[(row * blocks + block) * 16 + place % 16];
+                const uint8_t both = byte_of(16, block, place % 16);
                 const int32_t bits = place < 16 ? both & 15 : both >> 4;
-                to[column] = widen(scales[block]) * (float)((bits ^ 8) - 8);
+                to[column] = scale_of(block) * (float)((bits ^ 8) - 8);
                 break;
             }
         }

@@ -1,7 +1,8 @@
 // A language model as the decoder reads it: sizes, options, and addresses of weights. Python fills
 // these structs (src/anymamba/ops/decode/program.py, field by field); the kernel only reads them.
 //
-// Matrices lie as the model stores them, row after row; small parameters are float32.
+// Matrices lie as the model stores them, floating-point ones row after row; small parameters are
+// float32.
 #pragma once
 
 #include <stdint.h>
@@ -15,15 +16,17 @@ enum class DecodeRotation : int64_t { kInterleaved, kHalfSplit, kQuaternion };
 // Rows that share one reading of the weights.
 constexpr int64_t kDecodeMostRows = 64;
 
-// Columns per scale of the integer formats. Rows are padded with zeros to whole blocks.
-constexpr int64_t kDecodeBlock = 32;
+// Columns per scale of the integer formats, and rows that lie together. Matrices are padded with
+// zeros to whole blocks and panels.
+constexpr int64_t kDecodeBlock = 32, kDecodePanel = 16;
 
 // Channels that lie together in the weight of Mamba-1's step sizes.
 constexpr int64_t kDecodeGroup = 16;
 
-// y = W x + bias. Integers: a row of W is `blocks` times 32 bytes (int8), or 16 bytes whose low
-// nibbles are columns 0 to 15 and whose high ones 16 to 31, each a signed number (int4); the scales
-// are bfloat16, one per block.
+// y = W x + bias. Integers lie in panels of 16 rows, (panels, blocks, fours, 16 rows, 4 bytes): of a
+// block of 32 columns the first four columns of all rows, then the next four. A byte is a column
+// (int8), or its low nibble is one of columns 0 to 15 and its high one that of 16 to 31, each a
+// signed number (int4). The scales are bfloat16, (panels, blocks, 16 rows).
 struct DecodeMatrix {
     const void *data;
     const void *scales;

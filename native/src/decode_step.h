@@ -27,9 +27,12 @@ struct Desk {
 // Rows that are read together, at most.
 constexpr int64_t kStrip = 16;
 
+// As many of them as one vector reads at once.
+constexpr int64_t kStrips = kMostStreams * kStrip;
+
 // Rows of a matrix of which shares consist: large where every worker still has many of them.
 ANYMAMBA_INLINE int64_t unit_of(int64_t rows, int64_t workers) {
-    return rows < 12 * kStrip * workers ? kStrip : 3 * kStrip;
+    return rows < 12 * kStrip * workers ? kStrip : kStrips;
 }
 
 struct Step {
@@ -59,24 +62,26 @@ struct Step {
                                     const Function &function) {
         prepare(matrix, &desk.x);
         const int64_t unit = unit_of(count, team.size());
-        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), kStrip) * kStrip;
+        const int64_t together = rows == 1 ? kStrips : kStrip;
+        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), together) * together;
         Share own = team.first(worker, count, unit);
         if (own.is_empty()) own = team.take(count, unit);
         while (!own.is_empty()) {
-            const int64_t body = larger(own.first, own.last - reach);
+            const int64_t body = larger(own.first, (own.last - reach) / kStrip * kStrip);
             if (body > own.first)
-                function({own.first, body}, rows_of(matrix, {body, own.last}));
+                function({own.first, body}, rows_of(matrix, {body, own.last}, rows));
             const Share next = team.take(count, unit);
-            const Soon soon = next.is_empty() ? after : rows_of(matrix, next);
-            // What `function` asks for begins behind this.
-            ask_for(soon, kReach - rows_of(matrix, {body, own.last}).bytes);
+            const Soon soon = next.is_empty() ? after : rows_of(matrix, next, rows);
+            // What several vectors ask for begins behind this; one vector asks for nothing.
+            const int64_t rest = rows == 1 ? 0 : (own.last - body) * row_bytes(matrix);
+            ask_for(soon, kReach - rest);
             function({body, own.last}, soon);
             own = next;
         }
     }
     // What this worker reads first of the first `count` rows of a matrix.
     Soon first_of(const DecodeMatrix &next, int64_t count) const {
-        return rows_of(next, team.first(worker, count, unit_of(count, team.size())));
+        return rows_of(next, team.first(worker, count, unit_of(count, team.size())), rows);
     }
     Soon first_of(const DecodeMatrix &next) const { return first_of(next, next.rows); }
     // The same of the heads of all rows, whose states are in `scan`.

@@ -36,8 +36,10 @@ struct Meeting {
 // share the other, and who spins keeps back whom it waits for.
 constexpr int kSpins = 1500;
 
-// Asked for at a time, and at most: a small part of the second cache.
-constexpr int64_t kLines = 4 * 64, kMostSoon = 64 << 10;
+// Lines that are asked for at a time.
+constexpr int64_t kLines = 4;
+// Asked for at most: a small part of the second cache.
+constexpr int64_t kMostSoon = 64 << 10;
 // Who comes last need not wait, and asks for less.
 constexpr int64_t kLastSoon = 16 << 10;
 
@@ -94,16 +96,16 @@ void Team::wait(Soon soon) {
         meeting.taken.store(0, std::memory_order_relaxed);
         meeting.number.store(number + 1);
         wake_sleepers(meeting);
-        for (const char *at = soon.at; at < soon.at + smaller(soon.bytes, kLastSoon); at += 64)
-            __builtin_prefetch(at, 0, 2);
+        const int64_t last = smaller(soon.bytes, kLastSoon / soon.places);
+        for (int64_t asked = 0; asked < last; asked += 64) soon.ask(asked);
         return;
     }
-    const char *const stop = soon.at + smaller(soon.bytes, kMostSoon);
+    const int64_t most = smaller(soon.bytes, kMostSoon / soon.places);
+    int64_t asked = 0;
     for (int spins = 0; meeting.number.load(std::memory_order_acquire) == number;) {
-        if (soon.at < stop) {
-            for (int64_t line = 0; line < kLines; line += 64)
-                __builtin_prefetch(soon.at + line, 0, 2);
-            soon.at += kLines;
+        if (asked < most) {
+            for (int64_t line = 0; line < kLines / soon.places; ++line, asked += 64)
+                soon.ask(asked);
             continue;
         }
         relax();

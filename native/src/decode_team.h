@@ -19,11 +19,19 @@ struct Share {
 // `body(context, team, worker)` on each worker; worker is in [0, team.size()).
 using TeamBody = void (*)(void *context, Team &team, int64_t worker);
 
-// Memory that a worker reads after a meeting. It is asked for while the worker waits, which costs
-// nothing: the worker has to read it anyway, and nobody waits for this worker any more.
+// Memory that a worker reads after a meeting, at several places at once. It is asked for while the
+// worker waits, which costs nothing: the worker has to read it anyway, and nobody waits for this
+// worker any more.
 struct Soon {
     const char *at = nullptr;
-    int64_t bytes = 0;
+    int64_t bytes = 0;              // of each place
+    int64_t places = 1, apart = 0;  // `apart` bytes from each other
+
+    // Asks for one line of each place, into the second cache.
+    void ask(int64_t offset) const {
+        for (int64_t place = 0; place < places; ++place)
+            __builtin_prefetch(at + place * apart + offset, 0, 2);
+    }
 };
 
 class Team {

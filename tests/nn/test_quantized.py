@@ -18,7 +18,7 @@ SCHEMES = pytest.mark.parametrize("scheme", ["int8", "int4"])
 
 def restored(weight, scheme):
     values, scales = quantize(weight, scheme)
-    return dequantize(values, scales, scheme, weight.shape[1], weight.dtype)
+    return dequantize(values, scales, scheme, weight.shape, weight.dtype)
 
 
 @SCHEMES
@@ -56,9 +56,40 @@ def test_zeros_stay_zero(scheme):
     values, scales = quantize(weight, scheme)
     assert scales.isfinite().all()
     assert (scales != 0).all()
-    assert torch.equal(
-        dequantize(values, scales, scheme, 64, torch.float32)[:, :32], weight[:, :32]
-    )
+    got = dequantize(values, scales, scheme, (3, 64), torch.float32)
+    assert torch.equal(got[:, :32], weight[:, :32])
+
+
+@SCHEMES
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (37, 70)])
+def test_where_an_integer_lies(scheme, rows, columns):
+    """In panels of 16 rows, four columns of all rows after the other; what is missing is zero."""
+    weight = randn(rows, columns, seed=5, dtype=torch.float32)
+    values, scales = quantize(weight, scheme)
+    assert values.shape == (-(-rows // 16), -(-columns // 32), 8 if scheme == "int8" else 4, 16, 4)
+    assert scales.shape == (*values.shape[:2], 16)
+    want = torch.zeros(16 * len(values), 32 * values.shape[1])
+    want[:rows, :columns] = dequantize(values, scales, scheme, (rows, columns), torch.float32)
+    for row in range(len(want)):
+        for column in range(want.shape[1]):
+            block, place = column // 32, column % 32
+            lane = values[row // 16, block, :, row % 16].flatten()
+            if scheme == "int8":
+                integer = int(lane[place])
+            else:
+                nibble = int(lane[place % 16]) >> (0 if place < 16 else 4) & 15
+                integer = (nibble ^ 8) - 8
+            scale = float(scales[row // 16, block, row % 16])
+            assert integer * scale == want[row, column], (row, column)
+
+
+@SCHEMES
+@pytest.mark.parametrize("wrong", [-1, 9, 15])
+def test_ids_outside_of_the_table_are_refused(scheme, wrong):
+    """Negative ids, and those of the rows that only fill the last panel."""
+    table = QuantizedEmbedding.of(nn.Embedding(9, 40), scheme)
+    with pytest.raises(IndexError):
+        table(torch.tensor([0, wrong]))
 
 
 @SCHEMES

@@ -1,7 +1,7 @@
 """Quantised checkpoints: integers and scales beside the ordinary tensors, the scheme in the header.
 
 A quantised layer `NAME` is stored as `NAME.values` (int8, or two int4 in a uint8) and `NAME.scales`
-(bfloat16) instead of `NAME.weight`; `anymamba.nn.quantize` describes the blocks.
+(bfloat16) instead of `NAME.weight`; `anymamba.nn.quantized` describes blocks and panels.
 """
 
 import os
