@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or the order of a kernel's tensors or sizes changes. */
-#define ANYMAMBA_ABI 3
+#define ANYMAMBA_ABI 4
 
 enum anymamba_dtype {
     ANYMAMBA_FLOAT32 = 0,
@@ -71,6 +71,7 @@ ANYMAMBA_EXPORT const char *anymamba_threading(void);
     X(values_forward)       \
     X(values_backward)      \
     X(decode)               \
+    X(choose)               \
     X(keys_forward)         \
     X(keys_backward)
 

@@ -20,6 +20,7 @@ import torch
 
 from anymamba.generate import stream
 from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
+from anymamba.ops import copy_to_large_pages
 
 SMALL = MambaConfig(d_model=256, n_layer=4, vocab_size=4096, ssm_cfg={"layer": "Mamba2"})
 WINDOW, EARLY, FEWEST = 1000, 100, 100
@@ -146,6 +147,9 @@ def main() -> None:
         lm = MambaLM(config)
         if given.quantize is not None:
             quantize_lm(lm, given.quantize)
+        # Weights lie as those of a checkpoint would.
+        for weight in (*lm.parameters(), *lm.buffers()):
+            weight.data = copy_to_large_pages(weight.data)
         print(f"{name}, {form}, {threads} threads, {config.vocab_size:,} words")
         if config is SMALL:
             print_growth(lm, given.tokens)

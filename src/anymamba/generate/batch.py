@@ -12,11 +12,11 @@ from torch import Tensor
 from anymamba.errors import ConfigError, NonFiniteError, ShapeError
 from anymamba.generate.prompts import Progress, read_prompts
 from anymamba.generate.sampling import (
+    Chooser,
     SamplingConfig,
     is_integer,
     penalize_counts,
     penalize_repetition,
-    pick,
     row_seeds,
     uniform,
 )
@@ -157,6 +157,9 @@ class Batch:
         )
         self.logits_bw = self._real(logits_bw)
         self._width, self._dtype, self._landing_bw = logits_bw.shape[1], logits_bw.dtype, None
+        self._landings: list[tuple[Tensor, Tensor]] = []
+        self._device = logits_bw.device
+        self.chooser = Chooser(request.sampling, self.logits_bw)
         self.seen_bw = self.counts_bw = None
         if request.sampling.repetition_penalty != 1:
             self.seen_bw = torch.zeros_like(self.logits_bw, dtype=torch.bool)
@@ -177,7 +180,7 @@ class Batch:
         self._remember()
         logits_bw = self._processed(self._penalized(self.logits_bw))
         numbers = [uniform(row.seed, len(row.ids)) for row in self.rows]
-        ids = pick(logits_bw, self.request.sampling, numbers, self._check)
+        ids = self.chooser.pick(logits_bw, numbers, self._check)
         if self.with_logprobs:
             ids_b1 = torch.tensor(ids, device=self.logits_bw.device)[:, None]
             chosen_b1 = self.logits_bw.log_softmax(-1).gather(-1, ids_b1)
@@ -208,15 +211,26 @@ class Batch:
     def feed(self) -> None:
         """Run the newest token of every row through the model."""
         newest = [row.ids[-1] for row in self.rows]
-        ids_b = torch.tensor(newest, device=self.logits_bw.device)
+        ids_b = torch.tensor(newest, device=self._device)
         # Known beforehand: an interrupt may come when the state has moved and nothing is returned.
-        self._landing_bw = torch.empty(len(newest), self._width, dtype=torch.float32, device="cpu")
+        self._landing_bw, real_bw = self._free_landing(len(newest))
         logits_bw, cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
-        self.logits_bw = self._real(logits_bw)
+        self.logits_bw = real_bw if logits_bw is self._landing_bw else self._real(logits_bw)
         # The state comes last: where modules made a new one, nothing was landed, and an interrupt
         # up to here lets the token be fed again.
         self._landing_bw = None
         self.cache = cache
+
+    def _free_landing(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return a place for logits, and its part without padding, that is not in use now.
+
+        Two take turns: to make a tensor and a part of it takes longer than to choose a token.
+        """
+        if not self._landings or len(self._landings[0][0]) != rows:
+            both = torch.empty(2, rows, self._width, dtype=torch.float32, device="cpu")
+            self._landings = [(landing_bw, self._real(landing_bw)) for landing_bw in both]
+        first, second = self._landings
+        return second if self.logits_bw is first[1] else first
 
     def recover(self) -> None:
         """Take the logits of a token that was interrupted after the decoder had moved the state."""
@@ -235,7 +249,8 @@ class Batch:
     def _real(self, logits_bw: Tensor) -> Tensor:
         """Cut off the padding of the vocabulary, so that nothing can choose from it."""
         logits_bw = logits_bw[:, : self.lm.config.vocab_size]
-        return logits_bw if logits_bw.dtype == torch.float64 else logits_bw.float()
+        is_whole = logits_bw.dtype in (torch.float32, torch.float64)
+        return logits_bw if is_whole else logits_bw.float()
 
     def _penalized(self, logits_bw: Tensor) -> Tensor:
         sampling = self.request.sampling

@@ -6,16 +6,14 @@ token that may not be drawn has the logit -inf. The order is the usual one:
     repetition, frequency and presence penalty      what was written already
     processors of the caller                        (the engine calls them, row by row)
     temperature, top-k, top-p, min-p                `restrict`
-    draw                                            `pick`
+    draw                                            `Chooser.pick`
 
 A filter sees what its forerunners left: top-p measures the mass that remains after top-k.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from numbers import Real
 from operator import index
 from typing import SupportsIndex, TypeGuard
@@ -24,8 +22,10 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import ConfigError
+from anymamba.ops import TokenChooser, choosing_refusal
 
 __all__ = [
+    "Chooser",
     "SamplingConfig",
     "draw",
     "is_integer",
@@ -35,7 +35,6 @@ __all__ = [
     "keep_top_p",
     "penalize_counts",
     "penalize_repetition",
-    "pick",
     "restrict",
     "row_seed",
     "row_seeds",
@@ -47,7 +46,6 @@ GREEDY_BELOW = 1e-7
 EVEN_ABOVE = 1e30  # and dividing by more makes no difference: all tokens are equally likely
 # Of a nucleus. A flat vocabulary of 50,000 has some hundred tokens in a bin, a peaked one has few.
 BINS, BINS_PER_UNIT = 2048, 64
-FEW = 256  # candidates that are weighed one by one, without torch
 MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
 
@@ -233,65 +231,50 @@ def draw(logits_bw: Tensor, uniform_b: Tensor) -> Tensor:
     return torch.minimum(found, last).squeeze(-1)
 
 
-def pick(
-    logits_bw: Tensor,
-    config: SamplingConfig,
-    uniform_b: Sequence[float],
-    check: Callable[[list[float]], None],
-) -> list[int]:
-    """Choose a token per row: the likeliest, or a draw with the row's number.
+class Chooser:
+    """Chooses a token per row: the likeliest, or a draw with the row's number.
 
-    After a token has passed through a model nothing is left in the caches, and every call of torch
-    costs tens of microseconds, whatever its size: the usual ways have as few as possible.
+    On the CPU a kernel does all of it: after a token has passed through a model nothing is left in
+    the caches, and every call of torch costs tens of microseconds, whatever its size.
 
     Args:
-        logits_bw: after penalties and processors.
         config: how to choose.
-        uniform_b: from 0 to less than 1.
-        check: is given the largest logit of each row, which choosing finds anyway. NaN counts as
-            the largest.
+        logits_bw: such as will be chosen from: their device and dtype decide who chooses.
     """
-    if config.is_greedy:
+
+    def __init__(self, config: SamplingConfig, logits_bw: Tensor) -> None:
+        """Decide who chooses."""
+        self._config, self._kernel = config, None
+        if choosing_refusal(logits_bw) is None:
+            self._kernel = TokenChooser(
+                is_greedy=config.is_greedy,
+                temperature=min(config.temperature, EVEN_ABOVE),
+                top_k=int(config.top_k),
+                top_p=config.top_p,
+                min_p=config.min_p,
+            )
+
+    def pick(
+        self, logits_bw: Tensor, uniform_b: Sequence[float], check: Callable[[list[float]], None]
+    ) -> list[int]:
+        """Choose.
+
+        Args:
+            logits_bw: after penalties and processors.
+            uniform_b: from 0 to less than 1.
+            check: is given the largest logit of each row, which choosing finds anyway. NaN counts
+                as the largest.
+        """
+        if self._kernel is not None:
+            ids, best = self._kernel.choose(logits_bw, uniform_b)
+            check(best)
+            return ids
         best_b, ids_b = logits_bw.max(-1)
         check(best_b.tolist())
-        return ids_b.tolist()
-    k = int(config.top_k)
-    if 0 < k < min(logits_bw.shape[-1], FEW):
-        values_bk, places_bk = logits_bw.topk(k + 1)
-        ranked = values_bk.tolist()
-        check([row[0] for row in ranked])
-        # What equals the last of them is kept too, wherever it is.
-        if all(row[k - 1] > row[k] for row in ranked):
-            return [
-                _draw_ranked(values[:k], places[:k], config, number)
-                for values, places, number in zip(
-                    ranked, places_bk.tolist(), uniform_b, strict=True
-                )
-            ]
-    else:
-        check(logits_bw.amax(-1).tolist())
-    numbers_b = torch.tensor(uniform_b, dtype=torch.float64, device="cpu").to(logits_bw)
-    return draw(restrict(logits_bw, config), numbers_b).tolist()
-
-
-def _draw_ranked(
-    values: Sequence[float], places: Sequence[int], config: SamplingConfig, number: float
-) -> int:
-    """Draw from the few likeliest tokens, the best first, as `restrict` and `draw` would."""
-    # Of equal ones the first stay.
-    places = [place for _, place in sorted(zip(map(float.__neg__, values), places, strict=True))]
-    weights = [math.exp((value - values[0]) / config.temperature) for value in values]
-    enough, reached = config.top_p * sum(weights), 0.0
-    kept: list[tuple[int, float]] = []
-    for place, weight in zip(places, weights, strict=True):
-        # The best has the weight 1: it stays, whatever the options say.
-        if reached >= enough or weight < config.min_p:
-            break
-        kept.append((place, weight))
-        reached += weight
-    kept.sort()
-    sums = list(accumulate(weight for _, weight in kept))
-    return kept[bisect_right(sums, number * sums[-1])][0]
+        if self._config.is_greedy:
+            return ids_b.tolist()
+        numbers_b = torch.tensor(uniform_b, dtype=torch.float64, device="cpu").to(logits_bw)
+        return draw(restrict(logits_bw, self._config), numbers_b).tolist()
 
 
 def is_integer(value: object) -> TypeGuard[SupportsIndex]:

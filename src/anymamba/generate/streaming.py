@@ -88,7 +88,7 @@ class Stream(Iterator[int]):
 
     @property
     def _position(self) -> int:
-        return int(self._batch.cache.position_b[0])
+        return int(self._batch.cache.position_b)
 
     def _feed(self) -> None:
         """Run the newest token through the model: put off until somebody needs it.

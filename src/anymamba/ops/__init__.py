@@ -13,6 +13,7 @@ from anymamba.ops.bundles import (
     single_ssd_serial_recalculated,
 )
 from anymamba.ops.checks import check_impl, check_one_precision, guard
+from anymamba.ops.choose import Chosen, TokenChooser, choosing_refusal
 from anymamba.ops.conv import (
     ConvOutput,
     ConvStepOutput,
@@ -104,6 +105,7 @@ __all__ = [
     "PATHWAYS",
     "AddNorm",
     "AngleScan",
+    "Chosen",
     "ConvOutput",
     "ConvStepOutput",
     "CoreOutput",
@@ -123,6 +125,7 @@ __all__ = [
     "SsdOutput",
     "SsdPath",
     "SsdStep",
+    "TokenChooser",
     "TrapezoidCoefficients",
     "TrapezoidOutput",
     "TrapezoidState",
@@ -135,6 +138,7 @@ __all__ = [
     "causal_conv1d_step",
     "check_impl",
     "check_one_precision",
+    "choosing_refusal",
     "clamp_dt",
     "copy_to_large_pages",
     "cross_entropy_rows",

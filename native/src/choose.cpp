@@ -1,0 +1,355 @@
+// Choosing tokens from logits (ops/choose/README.md). Nothing is sorted: the border of top-p is found
+// by halving the floats that it may be, and the draw walks along the vocabulary.
+#include "parallel.h"
+#include "rows.h"
+
+namespace anymamba::ANYMAMBA_VARIANT {
+namespace {
+
+constexpr float kInfinite = __builtin_inff();
+// Tokens whose weights are added in float32 before the sum goes on in double.
+constexpr int64_t kRun = 1024;
+// Tokens among which a border is found after it was found roughly among all.
+constexpr int64_t kSome = 256;
+// Up to this many best ones are kept in order while the vocabulary passes by.
+constexpr int64_t kFewBest = 256;
+// Tokens that are looked at before it is asked whether one of them was meant.
+constexpr int64_t kAtOnce = 4 * kWidth;
+
+struct Options {
+    bool is_greedy;
+    int64_t top_k;
+    float temperature;
+    double top_p;
+    float min_p;
+};
+
+// What choosing from a row of some width writes down.
+struct Desk {
+    float *weights;           // exp((logit - best) / temperature), in whole vectors
+    float *logits;            // that top-k has left
+    int32_t *ids;             // their ids
+    float *near;              // weights at the border of top-p, in whole vectors
+    int32_t *places;          // where they were
+    double *sums;             // of the weights of runs
+
+    Desk(Carver &carver, int64_t width)
+        : weights(carver.floats(width + kWidth)),
+          logits(carver.floats(width)),
+          ids(carver.take<int32_t>(width)),
+          near(carver.floats(width + kWidth)),
+          places(carver.take<int32_t>(width)),
+          sums(carver.take<double>(ceil_div(width, kRun))) {}
+};
+
+double wide_real_of(int64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+bool has_any(IntVec mask) {
+    int64_t parts[sizeof(IntVec) / sizeof(int64_t)], any = 0;
+    memcpy(parts, &mask, sizeof(parts));
+    for (const int64_t part : parts) any |= part;
+    return any != 0;
+}
+
+// Calls function(place) for every value from `least` to `most`; function may raise `least`.
+template <class Function>
+void for_values(const float *values, int64_t count, const float &least, float most,
+                const Function &function) {
+    for (int64_t start = 0; start < count; start += kAtOnce) {
+        const int64_t stop = smaller(start + kAtOnce, count);
+        if (stop == start + kAtOnce) {
+            IntVec is_meant = {};
+            for (int64_t at = start; at < stop; at += kWidth) {
+                const Vec value = load(values + at);
+                is_meant |= (value >= splat(least)) & (value <= splat(most));
+            }
+            if (!has_any(is_meant)) continue;
+        }
+        for (int64_t at = start; at < stop; ++at)
+            if (values[at] >= least && values[at] <= most) function(at);
+    }
+}
+
+// The largest logit, or NaN if there is one.
+float find_best(const float *logits, int64_t width) {
+    Vec most = splat(-kInfinite);
+    IntVec is_nan = {};
+    int64_t at = 0;
+    for (; at + kWidth <= width; at += kWidth) {
+        const Vec value = load(logits + at);
+        most = select(value > most, value, most);
+        is_nan |= value != value;
+    }
+    float lanes[kWidth], best = -kInfinite;
+    store(lanes, most);
+    for (const float lane : lanes) best = lane > best ? lane : best;
+    bool is_found = has_any(is_nan);
+    for (; at < width; ++at) {
+        best = logits[at] > best ? logits[at] : best;
+        is_found |= logits[at] != logits[at];
+    }
+    return is_found ? __builtin_nanf("") : best;
+}
+
+int64_t first_place_of(float best, const float *logits, int64_t width) {
+    int64_t place = width - 1;
+    float border = best;
+    for_values(logits, width, border, best, [&](int64_t at) {
+        place = at;
+        border = kInfinite;
+    });
+    return place;
+}
+
+// The k-th largest of the logits, for few: they are kept in order, the smallest first.
+float kth_of_few(const float *logits, int64_t width, int64_t k) {
+    float best[kFewBest];
+    for (int64_t place = 0; place < k; ++place) best[place] = -kInfinite;
+    for_values(logits, width, best[0], kInfinite, [&](int64_t at) {
+        int64_t place = 0;
+        for (; place + 1 < k && best[place + 1] < logits[at]; ++place) best[place] = best[place + 1];
+        best[place] = logits[at];
+    });
+    return best[0];
+}
+
+// The least of the places up to `most` at which `measure`, which grows, is at least what is wanted, or
+// one for which `is_enough(found, before, place)` holds; `before` was measured below `least`.
+struct Border {
+    uint32_t least, place;
+    double before;
+};
+
+// Where to look first: a place that is probably enough, then one that is probably not.
+
+struct Guesses {
+    uint32_t deep, high;
+};
+
+template <class Measure, class IsEnough>
+Border find_border(double wanted, uint32_t most, Guesses guesses, const Measure &measure,
+                   const IsEnough &is_enough) {
+    uint32_t least = 0;
+    double before = 0;
+    for (int64_t step = 0; least < most; ++step) {
+        uint32_t middle = least + (most - least) / 2;
+        const uint32_t guess = step == 0 ? guesses.deep : guesses.high;
+        if (step < 2 && guess >= least && guess < most) middle = guess;
+        const double found = measure(middle);
+        if (found < wanted) {
+            least = middle + 1;
+            before = found;
+        } else {
+            most = middle;
+            if (is_enough(found, before, middle)) break;
+        }
+    }
+    return {least, most, before};
+}
+
+// The k-th largest of many. Floats are in the order of their bits where those of negative ones are
+// turned around; counted from the largest downwards.
+float kth_of_many(const float *logits, int64_t width, int64_t k) {
+    const auto value_at = [](uint32_t place) {
+        const uint32_t key = 0xFF800000u - place;  // infinity is first
+        return float_of(key >= 0x80000000u ? key ^ 0x80000000u : ~key);
+    };
+    const auto count = [&](uint32_t place) {
+        int64_t found = 0;
+        const float border = value_at(place);
+        for (int64_t at = 0; at < width; ++at) found += logits[at] >= border;
+        return (double)found;
+    };
+    // From infinity down to minus infinity, whose key is 0x007FFFFF.
+    const uint32_t most = 0xFF800000u - 0x007FFFFFu;
+    return value_at(find_border((double)k, most, {most / 2, most / 4}, count,
+                                [k](double found, double, uint32_t) { return found == (double)k; })
+                        .place);
+}
+
+// The tokens that may be drawn, in the order of their ids.
+struct Tokens {
+    const float *logits;
+    int64_t count;
+    const int32_t *ids;  // null where places are ids
+};
+
+// Keeps the k likeliest tokens and those that equal the last of them.
+Tokens keep_top_k(Tokens tokens, int64_t k, const Desk &desk) {
+    const float border = k <= kFewBest ? kth_of_few(tokens.logits, tokens.count, k)
+                                       : kth_of_many(tokens.logits, tokens.count, k);
+    int64_t kept = 0;
+    for_values(tokens.logits, tokens.count, border, kInfinite, [&](int64_t at) {
+        desk.logits[kept] = tokens.logits[at];
+        desk.ids[kept++] = (int32_t)at;
+    });
+    return {desk.logits, kept, desk.ids};
+}
+
+void weigh(const Tokens &tokens, float best, float temperature, float *weights) {
+    const float inverse = 1.0f / temperature;
+    for (int64_t at = 0; at < tokens.count; at += kWidth) {
+        const int64_t left = tokens.count - at;
+        const Vec logits = left >= kWidth ? load(tokens.logits + at)
+                                          : load_part(tokens.logits + at, left);
+        store(weights + at, exp((logits - best) * inverse));
+    }
+    // What fills the last vector was no token.
+    for (int64_t at = tokens.count; at % kWidth != 0; ++at) weights[at] = 0.0f;
+}
+
+// The weights of a run that are at least `border`, lane by lane, in four sums that do not wait for
+// each other.
+float mass_of_run(const float *weights, int64_t run, int64_t count, float border) {
+    Vec sums[4] = {};
+    const int64_t stop = smaller((run + 1) * kRun, ceil_div(count, kWidth) * kWidth);
+    int64_t at = run * kRun;
+    for (; at + 4 * kWidth <= stop; at += 4 * kWidth)
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < 4; ++part) {
+            const Vec weight = load(weights + at + part * kWidth);
+            sums[part] += select(weight >= splat(border), weight, Vec{});
+        }
+    for (; at < stop; at += kWidth)
+        sums[0] += select(load(weights + at) >= splat(border), load(weights + at), Vec{});
+    return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+double mass_of(const float *weights, int64_t count, float border) {
+    double mass = 0;
+    for (int64_t run = 0; run * kRun < count; ++run)
+        mass += (double)mass_of_run(weights, run, count, border);
+    return mass;
+}
+
+// The least weight of the likeliest tokens that have the share p of all mass. Of equal ones at the
+// border the first stay, and the weight of the others is taken away.
+float keep_top_p(int64_t count, double p, const Desk &desk) {
+    constexpr uint32_t kOne = 0x3F800000;  // bits of the largest weight
+    const double all = mass_of(desk.weights, count, 0.0f), wanted = p * all;
+    // Of a flat vocabulary the border is somewhat below the mean.
+    const auto mean = (float)(all / (double)count);
+    const Guesses guesses{kOne - bits_of(0.25f * mean), kOne - bits_of(mean)};
+    const auto weight_at = [](uint32_t place) { return float_of(kOne - place); };
+    const auto border_in = [&](const float *weights, int64_t among, double mass, double most) {
+        return find_border(
+            mass, kOne, guesses,
+            [&](uint32_t place) { return mass_of(weights, among, weight_at(place)); },
+            // At most so many are left, of which none weighs less than one at this place.
+            [&](double found, double before, uint32_t place) {
+                return found - before < most * (double)weight_at(place);
+            });
+    };
+    const Border rough = border_in(desk.weights, count, wanted, (double)kSome);
+    const float least = weight_at(rough.place), most = weight_at(rough.least);
+    int64_t some = 0;
+    for_values(desk.weights, count, least, most, [&](int64_t at) {
+        desk.near[some] = desk.weights[at];
+        desk.places[some++] = (int32_t)at;
+    });
+    for (int64_t at = some; at % kWidth != 0; ++at) desk.near[at] = 0.0f;
+    const Border exact = border_in(desk.near, some, wanted - rough.before, 0);
+    const float border = weight_at(exact.place);
+    // Among few, added in another order, the mass may be a rounding error less than is wanted.
+    if (border < least) return least;
+    double before = rough.before + exact.before;
+    bool is_first = true;  // it crosses p, or reaches it, whatever rounding says
+    for (int64_t at = 0; at < some; ++at) {
+        if (desk.near[at] != border) continue;
+        if (!is_first && before >= wanted) desk.weights[desk.places[at]] = 0.0f;
+        before += (double)border;
+        is_first = false;
+    }
+    return border;
+}
+
+// The place of the first token with which the mass exceeds the share `number` of all that weigh
+// `border` or more.
+int64_t draw(int64_t count, float border, double number, const Desk &desk) {
+    double all = 0, reached = 0;
+    const int64_t runs = ceil_div(count, kRun);
+    for (int64_t run = 0; run < runs; ++run)
+        all += desk.sums[run] = (double)mass_of_run(desk.weights, run, count, border);
+    const double goal = number * all;
+    int64_t last = 0;
+    for (int64_t run = 0; run < runs; ++run) {
+        if (desk.sums[run] == 0.0) continue;
+        reached += desk.sums[run];
+        last = run;
+        if (reached > goal) break;
+    }
+    // One by one the weights of a run may be a rounding error less than at once: then its last
+    // token is meant.
+    double inside = reached - desk.sums[last];
+    int64_t found = 0;
+    for (int64_t at = last * kRun; at < smaller((last + 1) * kRun, count); ++at) {
+        if (desk.weights[at] == 0.0f || desk.weights[at] < border) continue;
+        found = at;
+        inside += (double)desk.weights[at];
+        if (inside > goal) break;
+    }
+    return found;
+}
+
+int64_t choose_row(const float *logits, int64_t width, const Options &options, double number,
+                   const Desk &desk, float *best) {
+    *best = find_best(logits, width);
+    const bool is_finite = *best - *best == 0.0f;
+    if (!is_finite) return 0;
+    if (options.is_greedy) return first_place_of(*best, logits, width);
+    Tokens tokens{logits, width, nullptr};
+    if (options.top_k > 0 && options.top_k < width)
+        tokens = keep_top_k(tokens, options.top_k, desk);
+    weigh(tokens, *best, options.temperature, desk.weights);
+    float border = options.min_p;
+    if (options.top_p < 1) {
+        const float nucleus = keep_top_p(tokens.count, options.top_p, desk);
+        border = nucleus > border ? nucleus : border;
+    }
+    const int64_t place = draw(tokens.count, border, number, desk);
+    return tokens.ids == nullptr ? place : tokens.ids[place];
+}
+
+}  // namespace
+
+// Tensors: logits, float32, rows contiguous; ids, int64, and the largest logit of each row.
+// Sizes: rows, width, is_greedy, top_k; as bits of doubles temperature, top_p, min_p, and a number
+// for each row.
+int64_t choose(const anymamba_call &call) {
+    const anymamba_tensor *t = call.tensors;
+    const int64_t *sizes = call.sizes, rows = sizes[0], width = sizes[1];
+    const Options options{sizes[2] != 0, sizes[3], real_of(sizes[4]), wide_real_of(sizes[5]),
+                          real_of(sizes[6])};
+    Carver measure{nullptr};
+    Desk(measure, width);
+    // The likeliest is found without writing anything down.
+    const int64_t each = options.is_greedy ? 0 : measure.used;
+    const int64_t wanted = larger(1, each * call.threads);
+    if (call.workspace == nullptr) return wanted;
+    parallel_for(rows, call.threads, [&](int64_t row, int64_t worker) {
+        Carver carver{static_cast<char *>(call.workspace) + worker * each};
+        const float *logits = static_cast<const float *>(t[0].data) + row * t[0].stride[0];
+        static_cast<int64_t *>(t[1].data)[row] =
+            choose_row(logits, width, options, wide_real_of(sizes[7 + row]), Desk(carver, width),
+                       static_cast<float *>(t[2].data) + row);
+    });
+    return wanted;
+}
+
+}  // namespace anymamba::ANYMAMBA_VARIANT
