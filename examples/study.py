@@ -61,11 +61,15 @@ def ranged(values: Sequence[float], digits: int = 1, *, count: bool = False) -> 
     Example:
         >>> ranged([1.0, 2.0], count=True)
         '1.5 (1.0 to 2.0, n=2)'
+        >>> ranged([-0.04])
+        '0.0 (0.0 to 0.0)'
     """
     if not values:
         return "-"
+    # Zero is added, because a rounded -0.0 would keep its sign.
     mean, low, high = (
-        f"{x:.{digits}f}" for x in (statistics.fmean(values), min(values), max(values))
+        f"{round(x, digits) + 0.0:.{digits}f}"
+        for x in (statistics.fmean(values), min(values), max(values))
     )
     return f"{mean} ({low} to {high}" + (f", n={len(values)})" if count else ")")
 
