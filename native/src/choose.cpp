@@ -11,7 +11,7 @@ constexpr float kInfinite = __builtin_inff();
 constexpr int64_t kRun = 1024;
 // Tokens among which a border is found after it was found roughly among all.
 constexpr int64_t kSome = 256;
-// Up to this many best ones are kept in order while the vocabulary passes by.
+// Up to this many best ones are kept while the vocabulary passes by.
 constexpr int64_t kFewBest = 256;
 // Tokens that are looked at before it is asked whether one of them was meant.
 constexpr int64_t kAtOnce = 4 * kWidth;
@@ -25,7 +25,7 @@ struct Options {
 };
 
 // What choosing from a row of some width writes down.
-struct Desk {
+struct ChoosingDesk {
     float *weights;           // exp((logit - best) / temperature), in whole vectors
     float *logits;            // that top-k has left
     int32_t *ids;             // their ids
@@ -33,7 +33,7 @@ struct Desk {
     int32_t *places;          // where they were
     double *sums;             // of the weights of runs
 
-    Desk(Carver &carver, int64_t width)
+    ChoosingDesk(Carver &carver, int64_t width)
         : weights(carver.floats(width + kWidth)),
           logits(carver.floats(width)),
           ids(carver.take<int32_t>(width)),
@@ -117,31 +117,36 @@ int64_t first_place_of(float best, const float *logits, int64_t width) {
     return place;
 }
 
-// The k-th largest of the logits, for few: they are kept in order, the smallest first.
+// The k-th largest of the logits, for few: they are kept in a heap, the smallest on top.
 float kth_of_few(const float *logits, int64_t width, int64_t k) {
-    float best[kFewBest];
-    for (int64_t place = 0; place < k; ++place) best[place] = -kInfinite;
-    for_values(logits, width, best[0], kInfinite, [&](int64_t at) {
+    float heap[kFewBest];
+    for (int64_t place = 0; place < k; ++place) heap[place] = -kInfinite;
+    for_values(logits, width, heap[0], kInfinite, [&](int64_t at) {
+        const float value = logits[at];
         int64_t place = 0;
-        for (; place + 1 < k && best[place + 1] < logits[at]; ++place) best[place] = best[place + 1];
-        best[place] = logits[at];
+        for (int64_t below = 1; below < k; below = 2 * place + 1) {
+            if (below + 1 < k && heap[below + 1] < heap[below]) ++below;
+            if (heap[below] >= value) break;
+            heap[place] = heap[below];
+            place = below;
+        }
+        heap[place] = value;
     });
-    return best[0];
+    return heap[0];
 }
 
-// The least of the places up to `most` at which `measure`, which grows, is at least what is wanted, or
-// one for which `is_enough(found, before, place)` holds; `before` was measured below `least`.
 struct Border {
     uint32_t least, place;
-    double before;
+    double before;  // measured below `least`
 };
 
 // Where to look first: a place that is probably enough, then one that is probably not.
-
 struct Guesses {
     uint32_t deep, high;
 };
 
+// The least of the places up to `most` at which `measure`, which grows, is at least what is wanted, or
+// one for which `is_enough(found, before, place)` holds.
 template <class Measure, class IsEnough>
 Border find_border(double wanted, uint32_t most, Guesses guesses, const Measure &measure,
                    const IsEnough &is_enough) {
@@ -191,7 +196,7 @@ struct Tokens {
 };
 
 // Keeps the k likeliest tokens and those that equal the last of them.
-Tokens keep_top_k(Tokens tokens, int64_t k, const Desk &desk) {
+Tokens keep_top_k(Tokens tokens, int64_t k, const ChoosingDesk &desk) {
     const float border = k <= kFewBest ? kth_of_few(tokens.logits, tokens.count, k)
                                        : kth_of_many(tokens.logits, tokens.count, k);
     int64_t kept = 0;
@@ -240,7 +245,7 @@ double mass_of(const float *weights, int64_t count, float border) {
 
 // The least weight of the likeliest tokens that have the share p of all mass. Of equal ones at the
 // border the first stay, and the weight of the others is taken away.
-float keep_top_p(int64_t count, double p, const Desk &desk) {
+float keep_top_p(int64_t count, double p, const ChoosingDesk &desk) {
     constexpr uint32_t kOne = 0x3F800000;  // bits of the largest weight
     const double all = mass_of(desk.weights, count, 0.0f), wanted = p * all;
     // Of a flat vocabulary the border is somewhat below the mean.
@@ -281,7 +286,7 @@ float keep_top_p(int64_t count, double p, const Desk &desk) {
 
 // The place of the first token with which the mass exceeds the share `number` of all that weigh
 // `border` or more.
-int64_t draw(int64_t count, float border, double number, const Desk &desk) {
+int64_t draw(int64_t count, float border, double number, const ChoosingDesk &desk) {
     double all = 0, reached = 0;
     const int64_t runs = ceil_div(count, kRun);
     for (int64_t run = 0; run < runs; ++run)
@@ -308,7 +313,7 @@ int64_t draw(int64_t count, float border, double number, const Desk &desk) {
 }
 
 int64_t choose_row(const float *logits, int64_t width, const Options &options, double number,
-                   const Desk &desk, float *best) {
+                   const ChoosingDesk &desk, float *best) {
     *best = find_best(logits, width);
     const bool is_finite = *best - *best == 0.0f;
     if (!is_finite) return 0;
@@ -337,7 +342,7 @@ int64_t choose(const anymamba_call &call) {
     const Options options{sizes[2] != 0, sizes[3], real_of(sizes[4]), wide_real_of(sizes[5]),
                           real_of(sizes[6])};
     Carver measure{nullptr};
-    Desk(measure, width);
+    ChoosingDesk(measure, width);
     // The likeliest is found without writing anything down.
     const int64_t each = options.is_greedy ? 0 : measure.used;
     const int64_t wanted = larger(1, each * call.threads);
@@ -346,7 +351,7 @@ int64_t choose(const anymamba_call &call) {
         Carver carver{static_cast<char *>(call.workspace) + worker * each};
         const float *logits = static_cast<const float *>(t[0].data) + row * t[0].stride[0];
         static_cast<int64_t *>(t[1].data)[row] =
-            choose_row(logits, width, options, wide_real_of(sizes[7 + row]), Desk(carver, width),
+            choose_row(logits, width, options, wide_real_of(sizes[7 + row]), ChoosingDesk(carver, width),
                        static_cast<float *>(t[2].data) + row);
     });
     return wanted;

@@ -118,10 +118,10 @@ template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
     read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
-        constexpr int kTogetherRead = decltype(streams)::value;
-        Floats sums[kTogetherRead][kGroups] = {};
+        constexpr int kRead = decltype(streams)::value;
+        Floats sums[kRead][kGroups] = {};
         for (int64_t place = 0; place < panels.blocks; ++place)
-            for (int stream = 0; stream < kTogetherRead; ++stream)
+            for (int stream = 0; stream < kRead; ++stream)
                 for (int64_t g = 0; g < kGroups; ++g) {
                     const int64_t panel = first + stream * apart;
                     Shorts units[Format::kUnits];
@@ -136,7 +136,7 @@ void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, f
                     sums[stream][g] +=
                         __builtin_convertvector(total, Floats) * (scales * x.scales[place]);
                 }
-        for (int stream = 0; stream < kTogetherRead; ++stream)
+        for (int stream = 0; stream < kRead; ++stream)
             write_sums(matrix, own, first + stream * apart, sums[stream], out);
     });
 }

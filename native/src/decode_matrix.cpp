@@ -355,7 +355,7 @@ Soon rows_of(const DecodeMatrix &matrix, Share rows, int64_t vectors) {
     const bool is_wide = matrix.format == DecodeFormat::kFloat32;
     const bool is_integer =
         matrix.format == DecodeFormat::kInt8 || matrix.format == DecodeFormat::kInt4;
-    const int64_t streams = streams_of(is_wide ? 4 : 1), piece = is_integer ? kDecodePanel : 1;
+    const int64_t streams = streams_of(is_wide ? (int64_t)sizeof(float) : (int64_t)sizeof(BFloat16)), piece = is_integer ? kDecodePanel : 1;
     const int64_t apart = count / piece / streams * piece * bytes;
     if (vectors > 1 || apart == 0) return {at, count * bytes};
     return {at, apart, streams, apart};

@@ -27,7 +27,7 @@ struct Desk {
 // Rows that are read together, at most.
 constexpr int64_t kStrip = 16;
 
-// As many of them as one vector reads at once.
+// The rows of as many strips as one vector reads at once.
 constexpr int64_t kStrips = kMostStreams * kStrip;
 
 // Rows of a matrix of which shares consist: large where every worker still has many of them.
@@ -62,26 +62,35 @@ struct Step {
                                     const Function &function) {
         prepare(matrix, &desk.x);
         const int64_t unit = unit_of(count, team.size());
-        const int64_t together = rows == 1 ? kStrips : kStrip;
-        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), together) * together;
         Share own = team.first(worker, count, unit);
         if (own.is_empty()) own = team.take(count, unit);
         while (!own.is_empty()) {
-            const int64_t body = larger(own.first, (own.last - reach) / kStrip * kStrip);
-            if (body > own.first)
-                function({own.first, body}, rows_of(matrix, {body, own.last}, rows));
+            const Share body = body_of(matrix, own), rest{body.last, own.last};
+            if (!body.is_empty()) function(body, rows_of(matrix, rest, rows));
             const Share next = team.take(count, unit);
-            const Soon soon = next.is_empty() ? after : rows_of(matrix, next, rows);
-            // What several vectors ask for begins behind this; one vector asks for nothing.
-            const int64_t rest = rows == 1 ? 0 : (own.last - body) * row_bytes(matrix);
-            ask_for(soon, kReach - rest);
-            function({body, own.last}, soon);
+            const Soon soon = next.is_empty() ? after : first_rows_of(matrix, next);
+            // What several vectors of floats ask for begins behind this; the others ask for nothing
+            // beyond a share.
+            const bool asks_itself = rows > 1 && matrix.scales == nullptr;
+            ask_for(soon, kReach - (asks_itself ? (own.last - body.last) * row_bytes(matrix) : 0));
+            function(rest, soon);
             own = next;
         }
     }
+    // A share without its last rows, during which the next share is taken.
+    Share body_of(const DecodeMatrix &matrix, Share own) const {
+        const int64_t together = rows == 1 ? kStrips : kStrip;
+        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), together) * together;
+        return {own.first, larger(own.first, (own.last - reach) / kStrip * kStrip)};
+    }
+    // What is read first of a share.
+    Soon first_rows_of(const DecodeMatrix &matrix, Share own) const {
+        const Share body = body_of(matrix, own);
+        return rows_of(matrix, body.is_empty() ? own : body, rows);
+    }
     // What this worker reads first of the first `count` rows of a matrix.
     Soon first_of(const DecodeMatrix &next, int64_t count) const {
-        return rows_of(next, team.first(worker, count, unit_of(count, team.size())), rows);
+        return first_rows_of(next, team.first(worker, count, unit_of(count, team.size())));
     }
     Soon first_of(const DecodeMatrix &next) const { return first_of(next, next.rows); }
     // The same of the heads of all rows, whose states are in `scan`.

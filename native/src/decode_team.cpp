@@ -104,7 +104,7 @@ void Team::wait(Soon soon) {
     int64_t asked = 0;
     for (int spins = 0; meeting.number.load(std::memory_order_acquire) == number;) {
         if (asked < most) {
-            for (int64_t line = 0; line < kLines / soon.places; ++line, asked += 64)
+            for (int64_t lines = 0; lines < kLines; lines += soon.places, asked += 64)
                 soon.ask(asked);
             continue;
         }

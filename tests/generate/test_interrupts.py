@@ -12,7 +12,8 @@ from decoder_cases import model
 
 PACKAGE = Path(anymamba.__file__).parent
 # Below these nothing is kept between two tokens.
-WHERE = tuple(str(PACKAGE / part) for part in ("generate", "models/lm.py", "models/decoder"))
+PARTS = ("generate", "models/lm.py", "models/decoder", "ops/choose")
+WHERE = tuple(str(PACKAGE / part) for part in PARTS)
 HOW = {"temperature": 1.0, "seed": 3, "max_new_tokens": 4}
 OPTIONS = {
     "greedy": {"max_new_tokens": 4},

@@ -65,6 +65,17 @@ def test_the_header_names_the_scheme(scheme, tmp_path):
     assert scheme_of(load_pretrained(tmp_path)) == scheme
 
 
+def test_another_layout_is_refused(tmp_path):
+    """Integers that lie in another order would be other weights: the header tells."""
+    from safetensors.torch import load_file, save_file
+
+    save_pretrained(quantize_lm(make(), "int8"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file), file, metadata={"anymamba_quantize": "int8"})
+    with pytest.raises(CheckpointError, match="quantise the original again"):
+        load_pretrained(tmp_path)
+
+
 def test_files_are_smaller(tmp_path):
     """An int4 file has less than a third of the float32 one's bytes."""
     sizes = {}

@@ -1,11 +1,15 @@
 """Laws of the kernel that chooses tokens: it chooses what the filters and the draw choose."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from anymamba import settings
+from anymamba.errors import ConfigError
 from anymamba.generate import SamplingConfig, draw, restrict
 from anymamba.ops import TokenChooser, choosing_refusal, native_status
 from kernels import NATIVE, running
@@ -18,6 +22,8 @@ FILTERS = [
     {},
     {"top_k": 1},
     {"top_k": 40},
+    {"top_k": 256},
+    {"top_k": 257},
     {"top_k": 5000},
     {"top_p": 0.9},
     {"top_p": 0.05},
@@ -38,12 +44,14 @@ def chosen(logits_bw, numbers, **options):
     sampling = SamplingConfig(**options)
     chooser = TokenChooser(
         is_greedy=sampling.is_greedy,
-        temperature=sampling.temperature,
+        temperature=1.0 if sampling.is_greedy else sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
     )
-    return chooser.choose(logits_bw, numbers)
+    found = chooser.choose(logits_bw, numbers)
+    assert found is not None
+    return found
 
 
 def numbers_for(seed, rows=ROWS):
@@ -52,13 +60,21 @@ def numbers_for(seed, rows=ROWS):
 
 
 def assert_may_choose(logits_bw, numbers, ids, **options):
-    """A token is right if its mass and that of all before it enclose the number, to rounding."""
-    mass_bw = restrict(logits_bw.double(), SamplingConfig(**options)).softmax(-1)
-    reached_bw = mass_bw.cumsum(-1)
-    for row, (token, number) in enumerate(zip(ids, numbers, strict=True)):
-        assert mass_bw[row, token] > 0, (row, token)
-        before = float(reached_bw[row, token] - mass_bw[row, token])
-        assert before - 1e-5 <= number <= float(reached_bw[row, token]) + 1e-5, (row, token)
+    """A token is right if its mass and that of all before it enclose the number, to rounding.
+
+    Rounded, the sum that reaches p may do so a token sooner or later.
+    """
+    is_right_b = torch.zeros(len(ids), dtype=torch.bool)
+    ids_b1, number_b1 = torch.tensor(ids)[:, None], torch.tensor(numbers)[:, None]
+    for factor in (1.0, 1 - 1e-6, 1 + 1e-6):
+        top_p = min(1.0, factor * options.get("top_p", 1.0))
+        config = SamplingConfig(**options | {"top_p": top_p})
+        mass_bw = restrict(logits_bw.double(), config).softmax(-1)
+        mass_b1 = mass_bw.gather(-1, ids_b1)
+        reached_b1 = mass_bw.cumsum(-1).gather(-1, ids_b1)
+        encloses = (reached_b1 - mass_b1 - 1e-5 <= number_b1) & (number_b1 <= reached_b1 + 1e-5)
+        is_right_b |= (encloses & (mass_b1 > 0)).squeeze(-1)
+    assert is_right_b.all(), is_right_b
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 1023, 1024, 1025, 50277])
@@ -146,9 +162,10 @@ def test_threads_and_neighbours_change_nothing():
     logits_bw = randn(ROWS, 3000, seed=8, dtype=torch.float32)
     numbers = numbers_for(8)
     options = {"temperature": 1.0, "top_p": 0.9}
-    together = chosen(logits_bw, numbers, **options).ids
     before = torch.get_num_threads()
     try:
+        torch.set_num_threads(3)
+        together = chosen(logits_bw, numbers, **options).ids
         torch.set_num_threads(1)
         alone = [
             chosen(logits_bw[row : row + 1], numbers[row : row + 1], **options).ids[0]
@@ -165,6 +182,70 @@ def test_rows_may_lie_apart():
     numbers = [0.1, 0.5, 0.9]
     view = chosen(wide_bw[:, :71], numbers, temperature=1.0, top_k=9)
     assert view == chosen(wide_bw[:, :71].contiguous(), numbers, temperature=1.0, top_k=9)
+
+
+@pytest.mark.parametrize("k", [3, 50, 256])
+def test_rising_logits(variant, k):
+    """Every token is better than all before it: the slowest case of top-k."""
+    logits_bw = torch.arange(2000.0).expand(200, -1)
+    found = chosen(logits_bw, numbers_for(3, 200), temperature=1e3, top_k=k).ids
+    assert min(found) >= 2000 - k
+    assert len(set(found)) >= min(k, 100) - 1
+
+
+def test_a_chooser_follows_what_it_is_given():
+    """Other shapes, numbers of threads and settings; a row of doubles is not read as floats."""
+    chooser = TokenChooser(temperature=1.0, top_k=2**70)
+    logits_bw = randn(3, 50, seed=4, dtype=torch.float32)
+    expected = chooser.choose(logits_bw, [0.1, 0.5, 0.9])
+    assert chooser.choose(logits_bw[:1], [0.1]).ids == expected.ids[:1]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) == expected
+    finally:
+        torch.set_num_threads(before)
+    assert chooser.choose(logits_bw.double(), [0.1, 0.5, 0.9]) is None
+    assert chooser.choose(logits_bw.repeat(2, 1)[::2].T[:3], [0.1, 0.5, 0.9]) is None
+    with settings.override(native="off"):
+        assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) is None
+    assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 2.0},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options):
+    """The message names the option."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        TokenChooser(**options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_chooses():
+    """A chooser that was used on several threads is usable in a child, which has one."""
+    program = """
+import os, torch
+from anymamba.ops import TokenChooser
+torch.set_num_threads(2)
+chooser, logits_bw = TokenChooser(temperature=1.0), torch.zeros(4, 3000)
+expected = chooser.choose(logits_bw, [0.1, 0.4, 0.6, 0.9])
+child = os.fork()
+if child == 0:
+    os._exit(0 if chooser.choose(logits_bw, [0.1, 0.4, 0.6, 0.9]) == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_what_it_refuses():

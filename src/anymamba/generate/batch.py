@@ -157,9 +157,9 @@ class Batch:
         )
         self.logits_bw = self._real(logits_bw)
         self._width, self._dtype, self._landing_bw = logits_bw.shape[1], logits_bw.dtype, None
-        self._landings: list[tuple[Tensor, Tensor]] = []
+        self._landing: tuple[Tensor, Tensor] | None = None
         self._device = logits_bw.device
-        self.chooser = Chooser(request.sampling, self.logits_bw)
+        self.chooser = Chooser(request.sampling)
         self.seen_bw = self.counts_bw = None
         if request.sampling.repetition_penalty != 1:
             self.seen_bw = torch.zeros_like(self.logits_bw, dtype=torch.bool)
@@ -213,7 +213,7 @@ class Batch:
         newest = [row.ids[-1] for row in self.rows]
         ids_b = torch.tensor(newest, device=self._device)
         # Known beforehand: an interrupt may come when the state has moved and nothing is returned.
-        self._landing_bw, real_bw = self._free_landing(len(newest))
+        self._landing_bw, real_bw = self._landing_of(len(newest))
         logits_bw, cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
         self.logits_bw = real_bw if logits_bw is self._landing_bw else self._real(logits_bw)
         # The state comes last: where modules made a new one, nothing was landed, and an interrupt
@@ -221,16 +221,16 @@ class Batch:
         self._landing_bw = None
         self.cache = cache
 
-    def _free_landing(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return a place for logits, and its part without padding, that is not in use now.
+    def _landing_of(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return a place for logits, and its part without padding; the same for every token.
 
-        Two take turns: to make a tensor and a part of it takes longer than to choose a token.
+        To make both takes longer than to choose a token, and the logits before a token are not
+        needed any more when it is fed.
         """
-        if not self._landings or len(self._landings[0][0]) != rows:
-            both = torch.empty(2, rows, self._width, dtype=torch.float32, device="cpu")
-            self._landings = [(landing_bw, self._real(landing_bw)) for landing_bw in both]
-        first, second = self._landings
-        return second if self.logits_bw is first[1] else first
+        if self._landing is None or len(self._landing[0]) != rows:
+            landing_bw = torch.empty(rows, self._width, dtype=torch.float32, device="cpu")
+            self._landing = landing_bw, self._real(landing_bw)
+        return self._landing
 
     def recover(self) -> None:
         """Take the logits of a token that was interrupted after the decoder had moved the state."""

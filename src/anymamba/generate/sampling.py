@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import ConfigError
-from anymamba.ops import TokenChooser, choosing_refusal
+from anymamba.ops import TokenChooser
 
 __all__ = [
     "Chooser",
@@ -239,20 +239,18 @@ class Chooser:
 
     Args:
         config: how to choose.
-        logits_bw: such as will be chosen from: their device and dtype decide who chooses.
     """
 
-    def __init__(self, config: SamplingConfig, logits_bw: Tensor) -> None:
-        """Decide who chooses."""
-        self._config, self._kernel = config, None
-        if choosing_refusal(logits_bw) is None:
-            self._kernel = TokenChooser(
-                is_greedy=config.is_greedy,
-                temperature=min(config.temperature, EVEN_ABOVE),
-                top_k=int(config.top_k),
-                top_p=config.top_p,
-                min_p=config.min_p,
-            )
+    def __init__(self, config: SamplingConfig) -> None:
+        """Write the options down."""
+        self._config = config
+        self._kernel = TokenChooser(
+            is_greedy=config.is_greedy,
+            temperature=min(max(config.temperature, GREEDY_BELOW), EVEN_ABOVE),
+            top_k=int(config.top_k),
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
 
     def pick(
         self, logits_bw: Tensor, uniform_b: Sequence[float], check: Callable[[list[float]], None]
@@ -265,10 +263,10 @@ class Chooser:
             check: is given the largest logit of each row, which choosing finds anyway. NaN counts
                 as the largest.
         """
-        if self._kernel is not None:
-            ids, best = self._kernel.choose(logits_bw, uniform_b)
-            check(best)
-            return ids
+        chosen = self._kernel.choose(logits_bw, uniform_b)
+        if chosen is not None:
+            check(chosen.best)
+            return chosen.ids
         best_b, ids_b = logits_bw.max(-1)
         check(best_b.tolist())
         if self._config.is_greedy:

@@ -21,6 +21,8 @@ from anymamba.io.layouts import (
 )
 from anymamba.io.match import EMBEDDING, HEAD, check_match, filled, skeleton
 from anymamba.io.quantized import (
+    LAYOUT,
+    LAYOUT_KEY,
     SCHEME_KEY,
     check_scheme,
     expected_tensors,
@@ -235,7 +237,7 @@ def write_checkpoint(
         raise CheckpointError(
             f"{where}: {str(directory)!r} must be a folder; {error}. Choose another place."
         ) from error
-    notes = {} if scheme is None else {SCHEME_KEY: scheme}
+    notes = {} if scheme is None else {SCHEME_KEY: scheme, LAYOUT_KEY: LAYOUT}
     write_weights(
         where,
         directory,

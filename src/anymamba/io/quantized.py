@@ -18,6 +18,8 @@ from anymamba.models import MambaLM, outline_quantized, quantized_modules
 from anymamba.nn import SCHEMES, quantize
 
 __all__ = [
+    "LAYOUT",
+    "LAYOUT_KEY",
     "SCHEME_KEY",
     "check_scheme",
     "expected_tensors",
@@ -28,6 +30,8 @@ __all__ = [
 ]
 
 SCHEME_KEY = "anymamba_quantize"
+# In which order the integers lie; raised with every change of it.
+LAYOUT_KEY, LAYOUT = "anymamba_layout", "panels of 16 rows, 4 columns"
 
 
 def check_scheme(where: str, scheme: str | None) -> None:
@@ -42,7 +46,7 @@ def stored_scheme(where: str, directory: Path) -> str | None:
     """Return the scheme that the header of a checkpoint's weights names, or None.
 
     Raises:
-        CheckpointError: a scheme that this version does not know.
+        CheckpointError: a scheme or a layout that this version does not know.
     """
     file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if file is None or ".bin" in file.name:
@@ -52,11 +56,17 @@ def stored_scheme(where: str, directory: Path) -> str | None:
         if not shards:
             return None
         file = directory / shards[0]
-    scheme = _metadata(where, file).get(SCHEME_KEY)
+    notes = _metadata(where, file)
+    scheme = notes.get(SCHEME_KEY)
     if scheme is not None and scheme not in SCHEMES:
         raise CheckpointError(
             f"{where}: {str(file)!r} must be quantised as one of {', '.join(SCHEMES)}; its header "
             f"says {scheme!r}. Perhaps a newer version of anymamba wrote it."
+        )
+    if scheme is not None and (layout := notes.get(LAYOUT_KEY)) != LAYOUT:
+        raise CheckpointError(
+            f"{where}: the integers of {str(file)!r} must lie in {LAYOUT}; its header says "
+            f"{layout!r}. Another version of anymamba wrote it: quantise the original again."
         )
     return scheme
 

@@ -3,11 +3,12 @@
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from anymamba.errors import ConfigError
 from anymamba.ops.native import (
     AXES,
     DTYPES,
@@ -16,6 +17,7 @@ from anymamba.ops.native import (
     kernel_threads,
     native_status,
 )
+from anymamba.settings import current
 
 __all__ = ["Chosen", "TokenChooser", "choosing_refusal"]
 
@@ -32,9 +34,9 @@ class Chosen(NamedTuple):
 
 def choosing_refusal(logits_bw: Tensor) -> str | None:
     """Say why the kernel cannot choose from these logits; None when it can."""
-    if logits_bw.device.type != "cpu" or type(logits_bw) is not Tensor:
+    if type(logits_bw) is not Tensor or not logits_bw.is_cpu:
         return "the compiled kernel reads plain tensors on the CPU"
-    if logits_bw.dtype != torch.float32 or logits_bw.stride(-1) != 1:
+    if logits_bw.dtype is not torch.float32 or logits_bw.stride(-1) != 1:
         return "the compiled kernel reads float32 whose rows are contiguous"
     return native_status().why_not
 
@@ -46,7 +48,7 @@ class TokenChooser:
 
     Args:
         is_greedy: take the likeliest, the first of equal ones, and ignore the rest.
-        temperature: positive; divides the logits.
+        temperature: at least 1e-7; divides the logits.
         top_k: keep this many likeliest tokens, and those that tie with the last; 0 means all.
         top_p: keep the likeliest tokens until their mass reaches this; 1 means all.
         min_p: keep tokens at least this likely, relative to the likeliest; 0 means all.
@@ -54,8 +56,9 @@ class TokenChooser:
     Example:
         >>> chooser = TokenChooser(is_greedy=True)
         >>> logits_bw = torch.tensor([[0.0, 2.0, 1.0]])
-        >>> if choosing_refusal(logits_bw) is None:
-        ...     assert chooser.choose(logits_bw, [0.5]) == Chosen(ids=[1], best=[2.0])
+        >>> chosen = chooser.choose(logits_bw, [0.5])
+        >>> chosen in (None, Chosen(ids=[1], best=[2.0]))  # None without compiled kernels
+        True
     """
 
     def __init__(
@@ -67,55 +70,68 @@ class TokenChooser:
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> None:
-        """Write the options down."""
+        """Check the options and write them down."""
+        _demand(1e-7 <= temperature <= 1e30, "temperature", "from 1e-7 to 1e30", temperature)
+        _demand(top_k >= 0, "top_k", "0 (all tokens) or more", top_k)
+        _demand(0 < top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)", top_p)
+        _demand(0 <= min_p <= 1, "min_p", "between 0 (all tokens) and 1", min_p)
         self._flags = is_greedy, top_k
         self._reals = temperature, top_p, min_p
         self._bound: _Bound | None = None
 
-    def choose(self, logits_bw: Tensor, numbers: Sequence[float]) -> Chosen:
-        """Choose.
+    def choose(self, logits_bw: Tensor, numbers: Sequence[float]) -> Chosen | None:
+        """Choose; None where `choosing_refusal` refuses the logits.
 
         Args:
-            logits_bw: what `choosing_refusal` does not refuse.
+            logits_bw: (rows, vocabulary).
             numbers: one per row, from 0 to less than 1; a draw depends on it and nothing else.
 
         Returns:
             The ids and the largest logits; an id means nothing where that is not finite.
-
-        Raises:
-            BackendError: the kernels cannot be used.
         """
-        bound = self._bound
-        if bound is None or bound.shape != logits_bw.shape:
-            self._bound = bound = _Bound(logits_bw.shape, self._flags, self._reals)
-        return bound.run(logits_bw, numbers)
+        # One row needs no threads, and asking for them takes time.
+        threads = 1 if len(logits_bw) == 1 else min(len(logits_bw), kernel_threads())
+        layout = logits_bw.shape, logits_bw.stride(-1), logits_bw.dtype, logits_bw.is_cpu
+        key = *layout, type(logits_bw), threads, current()
+        if self._bound is None or self._bound.key != key:
+            if choosing_refusal(logits_bw) is not None:
+                return None
+            self._bound = _Bound(key, logits_bw.shape, threads, self._flags, self._reals)
+        return self._bound.run(logits_bw, numbers)
+
+
+def _demand(holds: bool, name: str, what: str, given: float) -> None:
+    if not holds:
+        raise ConfigError(f"TokenChooser: {name} must be {what}; got {given}.")
 
 
 class _Bound:
-    """A call for logits of one shape: options, results and workspace at their places."""
+    """A call for logits of one kind: options, results and workspace at their places."""
 
     def __init__(
-        self, shape: torch.Size, flags: tuple[bool, int], reals: tuple[float, float, float]
+        self,
+        key: tuple[Any, ...],
+        shape: torch.Size,
+        threads: int,
+        flags: tuple[bool, int],
+        reals: tuple[float, float, float],
     ) -> None:
-        self.shape = shape
-        rows, width = shape
+        self.key = key
+        (rows, width), (is_greedy, top_k) = shape, flags
         self._function, variant = kernel_in_force("choose")
         self._numbers = struct.Struct(f"{rows}d")
         bits = struct.unpack("3q", struct.pack("3d", *reals))
-        self._sizes = (ctypes.c_int64 * (_OPTIONS + rows))(rows, width, *flags, *bits)
+        self._sizes = (ctypes.c_int64 * (_OPTIONS + rows))(
+            rows, width, is_greedy, min(top_k, width), *bits
+        )
         self._ids, self._best = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
         self._views = (ctypes.c_int64 * (3 * _VIEW))()
         self._views[:2] = 0, DTYPES[torch.float32]
         self._views[_VIEW : _VIEW + 2] = ctypes.addressof(self._ids), DTYPES[torch.int64]
         best = ctypes.addressof(self._best), DTYPES[torch.float32]
         self._views[2 * _VIEW : 2 * _VIEW + 2] = best
-        self._call = KernelCall(
-            ctypes.addressof(self._views),
-            ctypes.addressof(self._sizes),
-            None,
-            min(rows, kernel_threads()),
-            variant,
-        )
+        views, sizes = ctypes.addressof(self._views), ctypes.addressof(self._sizes)
+        self._call = KernelCall(views, sizes, None, threads, variant)
         wanted = self._function(ctypes.byref(self._call))
         self._workspace = torch.empty(wanted, dtype=torch.uint8, device="cpu")
         self._call.workspace = self._workspace.data_ptr()
