@@ -268,15 +268,16 @@ def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
     return table(["model", *scores], rows)
 
 
-def table_by_length(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Return how the models of one task do at other lengths, where that was looked at."""
+def table_by_length(task: str, found: dict[str, list[dict[str, Any]]]) -> str | None:
+    """Return how the models of a task do at other lengths; None where nobody looked at that."""
     rows = []
     for name, results in found.items():
         looked_at = [result for result in results if "shorter" in result]
         if looked_at:
             shorter = [ranged([r["shorter"][str(n)] for r in looked_at]) for n in SHORTER]
             rows.append([name, *shorter, ranged([r["score"] for r in looked_at])])
-    return table(["brackets", *(f"length {n}" for n in (*SHORTER, TEST_LENGTH))], rows)
+    heads = [task, *(f"length {n}" for n in (*SHORTER, TEST_LENGTH))]
+    return table(heads, rows) if rows else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -297,9 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task, rows in results.items()
     }
     print(table_of(scores))
-    if any("shorter" in result for found in results["brackets"].values() for result in found):
-        print()
-        print(table_by_length(results["brackets"]))
+    for task, found in results.items():
+        if (by_length := table_by_length(task, found)) is not None:
+            print(f"\n{by_length}")
     print(study.time_spent())
     draw_bars(
         study.picture(),

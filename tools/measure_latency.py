@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 import torch
 
+from anymamba.bench import random_model
 from anymamba.generate import stream
-from anymamba.models import MambaConfig, MambaLM, preset, quantize_lm
-from anymamba.ops import copy_to_large_pages
+from anymamba.models import MambaConfig, MambaLM, preset
 
 SMALL = MambaConfig(d_model=256, n_layer=4, vocab_size=4096, ssm_cfg={"layer": "Mamba2"})
 WINDOW, EARLY, FEWEST = 1000, 100, 100
@@ -143,13 +143,7 @@ def main() -> None:
         )
     form, threads = given.quantize or "float32", torch.get_num_threads()
     for name, config in (("a small model", SMALL), (given.preset, preset(given.preset))):
-        torch.manual_seed(0)
-        lm = MambaLM(config)
-        if given.quantize is not None:
-            quantize_lm(lm, given.quantize)
-        # Weights lie as those of a checkpoint would.
-        for weight in (*lm.parameters(), *lm.buffers()):
-            weight.data = copy_to_large_pages(weight.data)
+        lm = random_model(config, form)
         print(f"{name}, {form}, {threads} threads, {config.vocab_size:,} words")
         if config is SMALL:
             print_growth(lm, given.tokens)

@@ -1,20 +1,15 @@
-// Choosing tokens from logits (ops/choose/README.md). Nothing is sorted: the border of top-p is found
-// by halving the floats that it may be, and the draw walks along the vocabulary.
+// Choosing tokens from logits (ops/choose/README.md). Nothing is sorted: the border of top-p is
+// found by halving the floats that it may be, and the draw walks along the vocabulary.
+#include "choose_find.h"
 #include "parallel.h"
-#include "rows.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace {
 
-constexpr float kInfinite = __builtin_inff();
 // Tokens whose weights are added in float32 before the sum goes on in double.
 constexpr int64_t kRun = 1024;
 // Tokens among which a border is found after it was found roughly among all.
 constexpr int64_t kSome = 256;
-// Up to this many best ones are kept while the vocabulary passes by.
-constexpr int64_t kFewBest = 256;
-// Tokens that are looked at before it is asked whether one of them was meant.
-constexpr int64_t kAtOnce = 4 * kWidth;
 
 struct Options {
     bool is_greedy;
@@ -26,12 +21,12 @@ struct Options {
 
 // What choosing from a row of some width writes down.
 struct ChoosingDesk {
-    float *weights;           // exp((logit - best) / temperature), in whole vectors
-    float *logits;            // that top-k has left
-    int32_t *ids;             // their ids
-    float *near;              // weights at the border of top-p, in whole vectors
-    int32_t *places;          // where they were
-    double *sums;             // of the weights of runs
+    float *weights;   // exp((logit - best) / temperature), in whole vectors
+    float *logits;    // that top-k has left
+    int32_t *ids;     // their ids
+    float *near;      // weights at the border of top-p, in whole vectors
+    int32_t *places;  // where they were
+    double *sums;     // of the weights of runs
 
     ChoosingDesk(Carver &carver, int64_t width)
         : weights(carver.floats(width + kWidth)),
@@ -42,152 +37,6 @@ struct ChoosingDesk {
           sums(carver.take<double>(ceil_div(width, kRun))) {}
 };
 
-double wide_real_of(int64_t bits) {
-    double value;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
-float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-bool has_any(IntVec mask) {
-    int64_t parts[sizeof(IntVec) / sizeof(int64_t)], any = 0;
-    memcpy(parts, &mask, sizeof(parts));
-    for (const int64_t part : parts) any |= part;
-    return any != 0;
-}
-
-// Calls function(place) for every value from `least` to `most`; function may raise `least`.
-template <class Function>
-void for_values(const float *values, int64_t count, const float &least, float most,
-                const Function &function) {
-    for (int64_t start = 0; start < count; start += kAtOnce) {
-        const int64_t stop = smaller(start + kAtOnce, count);
-        if (stop == start + kAtOnce) {
-            IntVec is_meant = {};
-            for (int64_t at = start; at < stop; at += kWidth) {
-                const Vec value = load(values + at);
-                is_meant |= (value >= splat(least)) & (value <= splat(most));
-            }
-            if (!has_any(is_meant)) continue;
-        }
-        for (int64_t at = start; at < stop; ++at)
-            if (values[at] >= least && values[at] <= most) function(at);
-    }
-}
-
-// The largest logit, or NaN if there is one.
-float find_best(const float *logits, int64_t width) {
-    Vec most = splat(-kInfinite);
-    IntVec is_nan = {};
-    int64_t at = 0;
-    for (; at + kWidth <= width; at += kWidth) {
-        const Vec value = load(logits + at);
-        most = select(value > most, value, most);
-        is_nan |= value != value;
-    }
-    float lanes[kWidth], best = -kInfinite;
-    store(lanes, most);
-    for (const float lane : lanes) best = lane > best ? lane : best;
-    bool is_found = has_any(is_nan);
-    for (; at < width; ++at) {
-        best = logits[at] > best ? logits[at] : best;
-        is_found |= logits[at] != logits[at];
-    }
-    return is_found ? __builtin_nanf("") : best;
-}
-
-int64_t first_place_of(float best, const float *logits, int64_t width) {
-    int64_t place = width - 1;
-    float border = best;
-    for_values(logits, width, border, best, [&](int64_t at) {
-        place = at;
-        border = kInfinite;
-    });
-    return place;
-}
-
-// The k-th largest of the logits, for few: they are kept in a heap, the smallest on top.
-float kth_of_few(const float *logits, int64_t width, int64_t k) {
-    float heap[kFewBest];
-    for (int64_t place = 0; place < k; ++place) heap[place] = -kInfinite;
-    for_values(logits, width, heap[0], kInfinite, [&](int64_t at) {
-        const float value = logits[at];
-        int64_t place = 0;
-        for (int64_t below = 1; below < k; below = 2 * place + 1) {
-            if (below + 1 < k && heap[below + 1] < heap[below]) ++below;
-            if (heap[below] >= value) break;
-            heap[place] = heap[below];
-            place = below;
-        }
-        heap[place] = value;
-    });
-    return heap[0];
-}
-
-struct Border {
-    uint32_t least, place;
-    double before;  // measured below `least`
-};
-
-// Where to look first: a place that is probably enough, then one that is probably not.
-struct Guesses {
-    uint32_t deep, high;
-};
-
-// The least of the places up to `most` at which `measure`, which grows, is at least what is wanted, or
-// one for which `is_enough(found, before, place)` holds.
-template <class Measure, class IsEnough>
-Border find_border(double wanted, uint32_t most, Guesses guesses, const Measure &measure,
-                   const IsEnough &is_enough) {
-    uint32_t least = 0;
-    double before = 0;
-    for (int64_t step = 0; least < most; ++step) {
-        uint32_t middle = least + (most - least) / 2;
-        const uint32_t guess = step == 0 ? guesses.deep : guesses.high;
-        if (step < 2 && guess >= least && guess < most) middle = guess;
-        const double found = measure(middle);
-        if (found < wanted) {
-            least = middle + 1;
-            before = found;
-        } else {
-            most = middle;
-            if (is_enough(found, before, middle)) break;
-        }
-    }
-    return {least, most, before};
-}
-
-// The k-th largest of many. Floats are in the order of their bits where those of negative ones are
-// turned around; counted from the largest downwards.
-float kth_of_many(const float *logits, int64_t width, int64_t k) {
-    const auto value_at = [](uint32_t place) {
-        const uint32_t key = 0xFF800000u - place;  // infinity is first
-        return float_of(key >= 0x80000000u ? key ^ 0x80000000u : ~key);
-    };
-    const auto count = [&](uint32_t place) {
-        int64_t found = 0;
-        const float border = value_at(place);
-        for (int64_t at = 0; at < width; ++at) found += logits[at] >= border;
-        return (double)found;
-    };
-    // From infinity down to minus infinity, whose key is 0x007FFFFF.
-    const uint32_t most = 0xFF800000u - 0x007FFFFFu;
-    return value_at(find_border((double)k, most, {most / 2, most / 4}, count,
-                                [k](double found, double, uint32_t) { return found == (double)k; })
-                        .place);
-}
-
 // The tokens that may be drawn, in the order of their ids.
 struct Tokens {
     const float *logits;
@@ -196,12 +45,11 @@ struct Tokens {
 };
 
 // Keeps the k likeliest tokens and those that equal the last of them.
-Tokens keep_top_k(Tokens tokens, int64_t k, const ChoosingDesk &desk) {
-    const float border = k <= kFewBest ? kth_of_few(tokens.logits, tokens.count, k)
-                                       : kth_of_many(tokens.logits, tokens.count, k);
+Tokens keep_top_k(const float *logits, int64_t width, int64_t k, const ChoosingDesk &desk) {
+    const float border = find_kth(logits, width, k);
     int64_t kept = 0;
-    for_values(tokens.logits, tokens.count, border, kInfinite, [&](int64_t at) {
-        desk.logits[kept] = tokens.logits[at];
+    for_values(logits, width, border, kInfinite, [&](int64_t at) {
+        desk.logits[kept] = logits[at];
         desk.ids[kept++] = (int32_t)at;
     });
     return {desk.logits, kept, desk.ids};
@@ -320,7 +168,7 @@ int64_t choose_row(const float *logits, int64_t width, const Options &options, d
     if (options.is_greedy) return first_place_of(*best, logits, width);
     Tokens tokens{logits, width, nullptr};
     if (options.top_k > 0 && options.top_k < width)
-        tokens = keep_top_k(tokens, options.top_k, desk);
+        tokens = keep_top_k(logits, width, options.top_k, desk);
     weigh(tokens, *best, options.temperature, desk.weights);
     float border = options.min_p;
     if (options.top_p < 1) {
@@ -351,8 +199,8 @@ int64_t choose(const anymamba_call &call) {
         Carver carver{static_cast<char *>(call.workspace) + worker * each};
         const float *logits = static_cast<const float *>(t[0].data) + row * t[0].stride[0];
         static_cast<int64_t *>(t[1].data)[row] =
-            choose_row(logits, width, options, wide_real_of(sizes[7 + row]), ChoosingDesk(carver, width),
-                       static_cast<float *>(t[2].data) + row);
+            choose_row(logits, width, options, wide_real_of(sizes[7 + row]),
+                       ChoosingDesk(carver, width), static_cast<float *>(t[2].data) + row);
     });
     return wanted;
 }

@@ -11,11 +11,12 @@ ANYMAMBA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 ANYMAMBA_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A real number crosses the interface in the bits of a double.
-ANYMAMBA_INLINE float real_of(int64_t bits) {
+ANYMAMBA_INLINE double wide_real_of(int64_t bits) {
     double value;
     memcpy(&value, &bits, sizeof(value));
-    return (float)value;
+    return value;
 }
+ANYMAMBA_INLINE float real_of(int64_t bits) { return (float)wide_real_of(bits); }
 
 // Hands out aligned pieces of a workspace. Without a workspace it only counts, so that one layout
 // function both measures and places.

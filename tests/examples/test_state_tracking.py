@@ -224,7 +224,7 @@ def test_every_row_of_the_paper_has_its_three_numbers():
 def test_lengths_are_shown_where_they_were_looked_at():
     shorter = {str(length): 50.0 for length in SHORTER}
     found = {"Mamba-3": [{"score": 7.0, "shorter": shorter}], "Mamba-2": [{"score": 1.0}]}
-    lines = table_by_length(found).splitlines()
+    lines = table_by_length("brackets", found).splitlines()
     assert len(lines) == 3
     assert lines[-1].startswith("| Mamba-3 | 50.0 (50.0 to 50.0) |")
     assert lines[-1].endswith("| 7.0 (7.0 to 7.0) |")

@@ -12,7 +12,7 @@ from anymamba.bench.blocks import LARGE, SMALL, BlockCase, block_cases
 from anymamba.bench.budget import Promise, promises
 from anymamba.bench.case import GROUPS, MODES, Case, Way, backward
 from anymamba.bench.clock import Timing, interleave, interleaved_medians
-from anymamba.bench.decode import Decoding, decode_figures
+from anymamba.bench.decode import Decoding, decode_figures, random_model
 from anymamba.bench.decode_budget import decode_promises
 from anymamba.bench.growth import Growth, Threads, growth_figures, thread_figures
 from anymamba.bench.llama import LlamaFiles, LlamaModel, has_llama, llama_files
@@ -90,6 +90,7 @@ __all__ = [
     "peer_step",
     "profile_block",
     "promises",
+    "random_model",
     "rates_line",
     "read_sections",
     "run_suite",

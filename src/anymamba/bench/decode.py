@@ -22,6 +22,7 @@ __all__ = [
     "OURS",
     "Decoding",
     "decode_figures",
+    "random_model",
 ]
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -139,10 +140,10 @@ def decode_figures(
     array = array_to_read()
     for name in models:
         config = (configs or {}).get(name) or preset(name)
-        plain = _model(config, "float32")
+        plain = random_model(config, "float32")
         files = llama_files(plain)
         for form in formats:
-            lm = plain if form == "float32" else _model(config, form)
+            lm = plain if form == "float32" else random_model(config, form)
             for count in rows:
                 tell(f"decoding of {name}, {form}, {count} rows")
                 engines = {
@@ -189,11 +190,11 @@ class _Started(NamedTuple):
     ids_b: Tensor
 
 
-def _model(config: MambaConfig, form: str) -> MambaLM:
+def random_model(config: MambaConfig, form: str) -> MambaLM:
+    """Return a model with random weights in one of `FORMATS`, in memory as if it were loaded."""
     torch.manual_seed(0)
     lm = MambaLM(config, dtype=torch.bfloat16 if form == "bfloat16" else torch.float32)
     lm = quantize_lm(lm, form) if form.startswith("int") else lm
-    # Weights lie as those of a checkpoint would.
     for weight in (*lm.parameters(), *lm.buffers()):
         weight.data = copy_to_large_pages(weight.data)
     return lm

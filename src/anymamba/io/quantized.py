@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 SCHEME_KEY = "anymamba_quantize"
-# In which order the integers lie; raised with every change of it.
+# In which order the integers lie; another text with every change of it.
 LAYOUT_KEY, LAYOUT = "anymamba_layout", "panels of 16 rows, 4 columns"
 
 
