@@ -181,16 +181,24 @@ ANYMAMBA_INLINE void transpose_block(const float *from, int64_t from_stride, flo
     for (int64_t row = 0; row < kWidth; ++row) store(to + row * to_stride, rows[row]);
 }
 
+// Adds two rows in one vector: lanes whose number lacks `distance` have a sum of the first row,
+// the others one of the second.
+template <int64_t distance>
+ANYMAMBA_INLINE void merge_lanes(Vec (&rows)[kWidth]) {
+    using Stage = ExchangeOf<distance, AllLanes>;
+#pragma GCC unroll 8
+    for (int64_t row = 0; row < distance; ++row)
+        rows[row] = Stage::upper(rows[row], rows[row + distance]) +
+                    Stage::lower(rows[row], rows[row + distance]);
+    if constexpr (distance > 1) merge_lanes<distance / 2>(rows);
+}
+
 // The sums over lanes of kWidth vectors that lie one after the other, as one vector.
 ANYMAMBA_INLINE Vec sum_lanes_of_each(const float *from) {
     Vec rows[kWidth];
 #pragma GCC unroll 16
     for (int64_t row = 0; row < kWidth; ++row) rows[row] = load(from + row * kWidth);
-    exchange<kWidth / 2>(rows);
-#pragma GCC unroll 4
-    for (int64_t half = kWidth / 2; half > 0; half /= 2)
-#pragma GCC unroll 16
-        for (int64_t row = 0; row < half; ++row) rows[row] += rows[row + half];
+    merge_lanes<kWidth / 2>(rows);
     return rows[0];
 }
 

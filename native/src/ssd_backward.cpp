@@ -5,7 +5,7 @@
 // sizes:   as in ssd_forward.cpp
 #include "parallel.h"
 #include "ssd_adjoint.h"
-#include "ssd_states.h"
+#include "ssd_narrow.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace ssd {
@@ -401,6 +401,7 @@ void Backward::run(const anymamba_call &call, const Shared &shared, int64_t per_
 }  // namespace ssd
 
 int64_t ssd_backward(const anymamba_call &call) {
+    if (ssd::is_narrow(ssd::Sizes(call.sizes))) return ssd::narrow_backward(call);
     const ssd::Backward backward(call);
     Carver own{nullptr};
     ssd::Own(own, backward.sizes, backward.plan);

@@ -3,7 +3,7 @@
 // tensors: v, da, b, c, initial, scale, own, cu_seqlens or nothing, y, final
 // sizes:   rows, length, rank, heads, width, groups, state, packed sequences or 0
 #include "parallel.h"
-#include "ssd_states.h"
+#include "ssd_narrow.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
 namespace ssd {
@@ -264,6 +264,7 @@ void Forward::run(const Task &task, Buffers &buffers) const {
 }  // namespace ssd
 
 int64_t ssd_forward(const anymamba_call &call) {
+    if (ssd::is_narrow(ssd::Sizes(call.sizes))) return ssd::narrow_forward(call);
     const ssd::Forward forward(call);
     const int64_t tasks = forward.cut.tasks(forward.sizes);
     Carver size{nullptr};

@@ -58,7 +58,7 @@ def threads():
 
 @KINDS
 @pytest.mark.parametrize(
-    ("h", "g", "p"), [(6, 6, 16), (12, 1, 16), (6, 2, 16), (1, 1, 70)], ids=str
+    ("h", "g", "p"), [(6, 6, 8), (6, 6, 20), (12, 1, 16), (6, 2, 16), (1, 1, 70)], ids=str
 )
 def test_outputs_do_not_depend_on_threads(kind, h, g, p, threads):
     """Outputs and final states are the same bits on any number of threads."""
@@ -75,13 +75,14 @@ def test_outputs_do_not_depend_on_threads(kind, h, g, p, threads):
 
 @KINDS
 @pytest.mark.parametrize(
-    ("g", "m", "r"), [(1, 1, 16), (1, 3, 32), (1, 1, 9), (3, 1, 16), (12, 1, 16)]
+    ("g", "m", "r", "p"),
+    [(1, 1, 16, 16), (1, 3, 32, 16), (1, 1, 9, 16), (3, 1, 16, 16), (12, 1, 16, 8), (12, 1, 16, 20)],
 )
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_gradients_are_the_same_in_every_run(kind, g, m, r, count, threads):
+def test_gradients_are_the_same_in_every_run(kind, g, m, r, p, count, threads):
     """On a given number of threads gradients are the same bits, and right, in every run."""
     threads(count)
-    tensors = make(s=300 // m, m=m, h=12, g=g, r=r)
+    tensors = make(s=300 // m, m=m, h=12, g=g, p=p, r=r)
     with running(kind):
         first, second = run(tensors), run(tensors)
         for expected, actual in zip(first, second, strict=True):
@@ -100,6 +101,16 @@ def test_gradients_are_the_same_in_every_run(kind, g, m, r, count, threads):
         (1, 9, 3, 4, 4, 17, 33),
         (1, 3, 70, 2, 1, 8, 8),
         (3, 40, 1, 10, 2, 40, 9),
+        # Heads with a B and C of their own: narrow ones, whose states are walked token by token,
+        # in one stretch and in several, and the first that are too wide or too large for that.
+        (2, 63, 1, 3, 3, 8, 64),
+        (1, 64, 1, 2, 2, 5, 70),
+        (2, 65, 1, 2, 2, 1, 3),
+        (1, 300, 1, 2, 2, 3, 17),
+        (1, 140, 1, 2, 2, 8, 128),
+        (2, 33, 1, 2, 2, 16, 64),
+        (1, 65, 1, 2, 2, 17, 16),
+        (1, 65, 1, 2, 2, 8, 130),
     ],
 )
 def test_odd_sizes_equal_reference(kind, given, b, s, m, h, g, p, r):
@@ -109,25 +120,35 @@ def test_odd_sizes_equal_reference(kind, given, b, s, m, h, g, p, r):
 
 
 @KINDS
-@pytest.mark.parametrize("g", [1, 8])
-def test_packs_that_cross_segments_equal_reference(kind, g, threads):
+@pytest.mark.parametrize(("g", "p"), [(1, 16), (2, 8), (2, 20)])
+def test_a_long_memory_equals_reference(kind, g, p):
+    """With weak decay the first state reaches the last token, and the last gradient the first."""
+    tensors = make(s=300, h=2, g=g, p=p, decay=0.01)
+    with running(kind):
+        assert_ways_agree(by("reference"), by("native"), tensors)
+
+
+@KINDS
+@pytest.mark.parametrize(("g", "p"), [(1, 16), (8, 16), (8, 8), (8, 20)])
+def test_packs_that_cross_segments_equal_reference(kind, g, p, threads):
     """Borders anywhere, empty sequences too, in a row so long that states are recomputed."""
     threads(2)
     lengths = [0, 1, 130, 0, 64, 301, 2, 0]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    tensors = make(s=sum(lengths), h=8, g=g, rows=len(lengths))
+    tensors = make(s=sum(lengths), h=8, g=g, p=p, rows=len(lengths))
     with running(kind):
         assert_ways_agree(by("reference", cu_seqlens), by("native", cu_seqlens), tensors)
 
 
 @KINDS
-def test_views_equal_copies(kind):
+@pytest.mark.parametrize(("m", "g", "p"), [(2, 2, 20), (1, 4, 20), (1, 4, 8)])
+def test_views_equal_copies(kind, m, g, p):
     """Transposed, sliced and expanded tensors give the bits of their contiguous copies."""
-    v, da, b, c, initial, scale, own = make(2, 40, 2, 4, 2, 20, 24)
-    wide = torch.zeros(2, 40, 2, 4, 50)
-    wide[..., 13:33] = v
+    v, da, b, c, initial, scale, own = make(2, 40, m, 4, g, p, 24)
+    wide = torch.zeros(2, 40, m, 4, 50)
+    wide[..., 13 : 13 + p] = v
     views = [
-        wide[..., 13:33],
+        wide[..., 13 : 13 + p],
         da.mT.contiguous().mT,
         b.transpose(1, 3).contiguous().transpose(1, 3),
         c.mT.contiguous().mT,
@@ -142,10 +163,10 @@ def test_views_equal_copies(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("g", [1, 4])
-def test_bfloat16_is_rounded_once(kind, g):
+@pytest.mark.parametrize(("g", "p"), [(1, 16), (4, 20), (4, 8)])
+def test_bfloat16_is_rounded_once(kind, g, p):
     """Beside bfloat16 storage all sums are float32: results are those of float32, rounded."""
-    half = [x if x.dim() == 3 else x.bfloat16() for x in make(s=90, h=4, g=g)]
+    half = [x if x.dim() == 3 else x.bfloat16() for x in make(s=90, h=4, g=g, p=p)]
     with running(kind):
         expected, actual = run([x.float() for x in half]), run(half)
     assert [x.dtype for x in actual[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
@@ -154,9 +175,10 @@ def test_bfloat16_is_rounded_once(kind, g):
 
 
 @KINDS
-def test_weak_decay_survives_strong_decay(kind):
+@pytest.mark.parametrize("g", [1, 2])
+def test_weak_decay_survives_strong_decay(kind, g):
     """Behind a stretch of strong decay, neighbours still see the exact decay between them."""
-    tensors = make(s=300, h=2)
+    tensors = make(s=300, h=2, g=g, p=8)
     tensors[1][:, :100], tensors[1][:, 100:] = -60.0, -0.01
     exact = ssd_core(*(x.double() for x in tensors), impl="reference")
     with running(kind):
@@ -166,9 +188,10 @@ def test_weak_decay_survives_strong_decay(kind):
 
 
 @KINDS
-def test_infinite_decay_parts_a_sequence(kind):
+@pytest.mark.parametrize("g", [1, 2])
+def test_infinite_decay_parts_a_sequence(kind, g):
     """A log-decay of minus infinity wipes the state: both sides are as if alone, without a NaN."""
-    tensors = make(s=70, h=2)
+    tensors = make(s=70, h=2, g=g, p=8)
     tensors[1][:, 40] = -torch.inf
     initial = tensors[4]
     before = [x if x is initial else x[:, :40] for x in tensors]
@@ -186,10 +209,11 @@ def test_infinite_decay_parts_a_sequence(kind):
 
 
 @KINDS
-def test_packed_neighbours_never_meet(kind):
+@pytest.mark.parametrize("g", [1, 2])
+def test_packed_neighbours_never_meet(kind, g):
     """NaN in one packed sequence stays there, in outputs, states and gradients."""
     cu_seqlens = torch.tensor([0, 5, 30, 44])
-    tensors = make(s=44, h=2, rows=3)
+    tensors = make(s=44, h=2, g=g, p=8, rows=3)
     tensors[0][:, 7] = torch.nan
     with running(kind):
         y, final, *grads = run(tensors, cu_seqlens=cu_seqlens)
@@ -266,3 +290,15 @@ def test_workspace_is_less_than_half_of_the_inputs(count, s, g, threads):
     constants = (64, None)
     assert workspace_of(forward, *tensors, *constants) <= inputs / 2
     assert workspace_of(backward, v, initial, *tensors, *constants) <= inputs / 2
+
+
+@pytest.mark.parametrize(("count", "b", "s"), [(1, 8, 128), (2, 1, 2048), (2, 1, 65536)])
+def test_workspace_of_narrow_heads_is_less_than_half_of_the_inputs(count, b, s, threads):
+    """So do heads whose states are kept for a stretch of tokens."""
+    threads(count)
+    v, bc = torch.zeros(8).expand(b, s, 1, 16, 8), torch.zeros(64).expand(b, s, 1, 16, 64)
+    da, initial = torch.zeros(16).expand(b, s, 16), torch.zeros(b, 16, 8, 64)
+    tensors = (v, da, bc, bc, initial, da, da)
+    inputs = 4 * sum(x.numel() for x in tensors)
+    assert workspace_of(forward, *tensors, 64, None) <= inputs / 2
+    assert workspace_of(backward, v, initial, *tensors, 64, None) <= inputs / 2
