@@ -25,7 +25,7 @@ TINY = MambaConfig(d_model=32, n_layer=2, vocab_size=50, ssm_cfg={"layer": "Mamb
 
 def figure(rows: int = 1, form: str = "float32", seconds: float = 1.0, **more):
     """Return a figure that reads 8 bytes of weights and has 1 byte of state per row."""
-    more = {"model": "tiny", "bandwidth": 10.0, **more}
+    more = {"model": "tiny", "rates": [10.0], **more}
     return Decoding(
         format=form, rows=rows, seconds=[seconds], weight_bytes=8, state_bytes=rows, **more
     )
@@ -111,7 +111,7 @@ def test_the_gate_sees_what_a_decoder_remembers(engine):
 
 
 def test_memory_is_read_between_the_tokens(engine, monkeypatch):
-    """Before the first turn and after each: a busy moment hurts both sides of the share."""
+    """Before the first turn and after each: a token is held to the memory of its own moment."""
     order = []
 
     def step(lm, ids_b, state):
@@ -127,7 +127,16 @@ def test_memory_is_read_between_the_tokens(engine, monkeypatch):
     [one] = measured(["float32"], [1], tokens=12)
     gate, turn, rest = (["token"] * count for count in (4, 11, 3))
     assert order == [*gate, "read", *turn, "read", *rest, "read"]
-    assert one.bandwidth == order.index("read", 5) + 1
+    first, middle, last = (place + 1 for place, what in enumerate(order) if what == "read")
+    assert one.rates == [(first + middle) / 2] * 10 + [(middle + last) / 2] * 2
+
+
+def test_a_share_is_that_of_each_token():
+    """Memory that is twice as fast for half of the tokens, which then are too, changes no share."""
+    even = figure(seconds=2.0)
+    turned = even._replace(seconds=[2.0, 1.0, 2.0, 1.0], rates=[10.0, 20.0, 10.0, 20.0])
+    assert turned.share == even.share
+    assert turned.median != even.median
 
 
 def test_who_cannot_run_says_why_and_the_others_go_on(engine):

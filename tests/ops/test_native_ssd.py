@@ -76,7 +76,14 @@ def test_outputs_do_not_depend_on_threads(kind, h, g, p, threads):
 @KINDS
 @pytest.mark.parametrize(
     ("g", "m", "r", "p"),
-    [(1, 1, 16, 16), (1, 3, 32, 16), (1, 1, 9, 16), (3, 1, 16, 16), (12, 1, 16, 8), (12, 1, 16, 20)],
+    [
+        (1, 1, 16, 16),
+        (1, 3, 32, 16),
+        (1, 1, 9, 16),
+        (3, 1, 16, 16),
+        (12, 1, 16, 8),
+        (12, 1, 16, 20),
+    ],
 )
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_gradients_are_the_same_in_every_run(kind, g, m, r, p, count, threads):

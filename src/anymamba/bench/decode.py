@@ -52,7 +52,7 @@ class Decoding(NamedTuple):
         seconds: of every token; none when it was not run.
         weight_bytes: of all weights that a token reads.
         state_bytes: of the state of all rows.
-        bandwidth: bytes per second of reading a large array, in turns with the tokens.
+        rates: bytes per second of reading a large array before and after the turn of each token.
         error: of the logits against the modules, relative to the largest.
         engine: who decodes.
         why_not: why it was not run.
@@ -65,7 +65,7 @@ class Decoding(NamedTuple):
     seconds: Sequence[float] = ()
     weight_bytes: int = 0
     state_bytes: int = 0
-    bandwidth: float = 0.0
+    rates: Sequence[float] = ()
     error: float = 0.0
     engine: str = OURS
     why_not: str = ""
@@ -105,14 +105,24 @@ class Decoding(NamedTuple):
         return self.weight_bytes / self.rows + 2 * self.state_bytes / self.rows
 
     @property
+    def bandwidth(self) -> float:
+        """The median rate of reading memory."""
+        return statistics.median(self.rates)
+
+    @property
     def share(self) -> float:
         """The time of moving those bytes over the measured time.
 
+        Token by token, and the median of that: a virtual machine may read twice as fast from one
+        second to the next, and each token has the memory of its own moment.
+
         Example:
-            >>> Decoding("", "int8", 1, [4.0], 2, 1, bandwidth=2.0).share
+            >>> Decoding("", "int8", 1, [4.0, 8.0, 4.0], 2, 1, rates=[2.0, 1.0, 2.0]).share
             0.5
         """
-        return (self.weight_bytes + 2 * self.state_bytes) / self.bandwidth / self.median
+        moved = self.weight_bytes + 2 * self.state_bytes
+        pairs = zip(self.seconds, self.rates, strict=True)
+        return statistics.median(moved / rate / seconds for seconds, rate in pairs)
 
 
 def decode_figures(
@@ -153,7 +163,7 @@ def decode_figures(
                 started = {who: _start(engine, count) for who, engine in engines.items()}
                 # As in `generate`, and as llama.cpp does.
                 with lm.unchanged():
-                    seconds, bandwidth = _take_turns(started, array, tokens)
+                    turns = _take_turns(started, array, tokens)
                 state_bytes = lm.empty_cache(count).nbytes
                 yield [
                     Decoding(name, form, count, engine=who, why_not=start)
@@ -162,10 +172,10 @@ def decode_figures(
                         name,
                         form,
                         count,
-                        seconds[who],
+                        turns[who].seconds,
                         start.engine.weight_bytes,
                         state_bytes,
-                        bandwidth,
+                        turns[who].rates,
                         start.error,
                         who,
                         variant=native_status().variant if who == OURS else None,
@@ -237,23 +247,33 @@ def _next_ids(engine: _Engine, logits_bw: Tensor) -> Tensor:
     return logits_bw[:, : engine.judge.config.vocab_size].argmax(-1)
 
 
+class _Turns(NamedTuple):
+    """Of one engine: the seconds of every token, and the rate of memory around its turn."""
+
+    seconds: list[float]
+    rates: list[float]
+
+
 @torch.inference_mode()
 def _take_turns(
     started: dict[str, _Started | str], array: Tensor, tokens: int
-) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of every token of every engine, and the rate of reading the array."""
+) -> dict[str, _Turns]:
     ready = {who: start for who, start in started.items() if isinstance(start, _Started)}
     ids = {who: start.ids_b for who, start in ready.items()}
-    seconds: dict[str, list[float]] = {who: [] for who in ready}
-    reads = [read_rate(array)]
-    while any(len(times) < tokens for times in seconds.values()):
+    turns = {who: _Turns([], []) for who in ready}
+    before = read_rate(array)
+    while any(len(turn.seconds) < tokens for turn in turns.values()):
         for who, (engine, _, _) in ready.items():
+            seconds = turns[who].seconds
             # The first token of a turn brings the caches and the threads back, and is not timed.
-            for place in range(-1, min(_TURN, tokens - len(seconds[who]))):
+            for place in range(-1, min(_TURN, tokens - len(seconds))):
                 start = time.perf_counter()
                 logits_bw = engine.step(ids[who])
                 if place >= 0:
-                    seconds[who].append(time.perf_counter() - start)
+                    seconds.append(time.perf_counter() - start)
                 ids[who] = _next_ids(engine, logits_bw)
-        reads.append(read_rate(array))
-    return seconds, statistics.median(reads)
+        after = read_rate(array)
+        for seconds, rates in turns.values():
+            rates += [(before + after) / 2] * (len(seconds) - len(rates))
+        before = after
+    return turns

@@ -157,21 +157,24 @@ def _decoding(report: Report) -> PlainTable:
         # As above: an absent peer is told once, in the notes.
         if figure.why_not and figure.engine != OURS:
             continue
-        numbers = ("WRONG" if not figure.ok else NOTHING, *[NOTHING] * 4)
+        numbers = ("WRONG" if not figure.ok else NOTHING, *[NOTHING] * 5)
         if figure.has_speed:
             numbers = (
                 milliseconds(figure.median),
                 f"{figure.tail:.2f}x",
                 count(figure.tokens_per_second),
                 f"{digits(figure.bytes_per_token / 1e6)} MB",
+                f"{digits(figure.bandwidth / 1e9)} GB/s",
                 percent(figure.share),
             )
         weights = figure.format if figure.engine == OURS else LLAMA_FORMATS[figure.format]
         rows.append((figure.model, figure.engine, weights, str(figure.rows), *numbers))
-    columns = ("model", "by", "weights", "rows", "time", "p99", "tokens/s", "reads", "ideal")
+    columns = ("model", "by", "weights", "rows", "time", "p99", "tokens/s")
+    columns = (*columns, "reads", "memory", "ideal")
     note = (
         "p99: the slowest hundredth over the median. reads: weights / rows + twice the state. "
-        "ideal: at the rate of reading memory between the tokens of the same row."
+        "memory: the rate of reading it just before and after the tokens, which may double from "
+        "one second to the next on a virtual machine. ideal: the share of it, token by token."
     )
     reasons = dict.fromkeys(
         f"{x.engine}: {x.why_not} ({x.model})." for x in report.decoding if x.why_not
