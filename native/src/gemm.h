@@ -143,19 +143,8 @@ struct Exchange {
 template <int64_t distance, class Lanes>
 struct ExchangeOf;
 
-template <int... lane>
-struct Lanes {};
-
 template <int64_t distance, int... lane>
 struct ExchangeOf<distance, Lanes<lane...>> : Exchange<distance, lane...> {};
-
-#if defined(__AVX512F__)
-using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
-#elif defined(__AVX2__)
-using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
-#else
-using AllLanes = Lanes<0, 1, 2, 3>;
-#endif
 
 template <int64_t distance>
 ANYMAMBA_INLINE void exchange(Vec (&rows)[kWidth]) {

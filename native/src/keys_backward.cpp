@@ -180,26 +180,26 @@ void carry_back(const Slopes<Turn> &slopes, const anymamba_tensor &borders, int6
     }
 }
 
-// Sums the slopes of a tile from its end; what a token's rotation received goes to its inputs.
+// Sums the slopes of a tile from its end; what a token's rotation received goes to its inputs. All
+// heads of a token lie side by side, so they are taken together.
 template <class Turn>
 void settle_tile(Turn &turn, const Gradients &grad, int64_t row, int64_t tile,
-                 const KeyMarks<Turn> &marks, const Slopes<Turn> &slopes, float *scratch) {
+                 const KeyMarks<Turn> &marks, const Slopes<Turn> &slopes, float *first,
+                 float *sums) {
     const KeyShape &shape = turn.shape;
     const int64_t start = tile * kKeyTile, stop = shape.tile_stop(tile);
-    const int64_t count = slopes.head_floats();
-    float *first = scratch, *sum = first + marks.state_floats();
+    const size_t bytes = (size_t)slopes.token_floats() * sizeof(float);
     turn.begin_tile();
-    for (int64_t head = 0; head < shape.heads; ++head) {
-        memcpy(sum, slopes.of_tile(slopes.carried, row, tile) + head * count,
-               (size_t)count * sizeof(float));
-        KeySequence own = key_sequence_at(shape, turn.in.borders, row, stop - 1);
-        for (int64_t token = stop - 1; token >= start; --token) {
-            if (token < own.start) own = key_sequence_at(shape, turn.in.borders, row, token);
-            if (token + 1 == own.stop) memset(sum, 0, (size_t)count * sizeof(float));
-            const float *more = slopes.of_token(row, token) + head * count;
-            for (int64_t lane = 0; lane < count; lane += kWidth)
-                store(sum + lane, load(sum + lane) + load(more + lane));
-            const float *before = nullptr;
+    memcpy(sums, slopes.of_tile(slopes.carried, row, tile), bytes);
+    KeySequence own = key_sequence_at(shape, turn.in.borders, row, stop - 1);
+    for (int64_t token = stop - 1; token >= start; --token) {
+        if (token < own.start) own = key_sequence_at(shape, turn.in.borders, row, token);
+        if (token + 1 == own.stop) memset(sums, 0, bytes);
+        const float *more = slopes.of_token(row, token);
+        for (int64_t lane = 0; lane < slopes.token_floats(); lane += kWidth)
+            store(sums + lane, load(sums + lane) + load(more + lane));
+        for (int64_t head = 0; head < shape.heads; ++head) {
+            const float *sum = sums + head * slopes.head_floats(), *before = nullptr;
             if (Turn::kMarksTokens && token == own.start) {
                 turn.open(own.number, head, first);
                 before = first;
@@ -257,6 +257,7 @@ int64_t backward(const anymamba_call &call) {
     measure.used = 0;
     const Worker<Turn> sample(measure, in, parameters);
     measure.floats(row_floats);
+    measure.floats(slopes.token_floats());
     char *scratch = carver.take<char>(measure.used * call.threads);
     if (call.workspace == nullptr) return carver.used;
 
@@ -284,13 +285,14 @@ int64_t backward(const anymamba_call &call) {
     parallel_for(tiles + 1, call.threads, [&](int64_t task, int64_t thread) {
         Carver own{scratch + thread * measure.used};
         Turn turn(own, shape, in);
-        float *spare = own.floats(row_floats);
+        float *spare = own.floats(row_floats), *row_sums = own.floats(slopes.token_floats());
         if (task == tiles) {
             write_parameters(parameters, grad, sums, parts, part_floats);
             turn.give_empty(grad.final, grad.initial, spare);
             return;
         }
-        settle_tile(turn, grad, task / shape.tiles, task % shape.tiles, marks, slopes, spare);
+        settle_tile(turn, grad, task / shape.tiles, task % shape.tiles, marks, slopes, spare,
+                    row_sums);
     });
     return carver.used;
 }

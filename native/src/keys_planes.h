@@ -91,6 +91,64 @@ ANYMAMBA_INLINE void join_blocks(const float *from, int64_t count, int64_t plane
             narrow(to + 4 * place + part, from[part * plane + place]);
 }
 
+// Three vectors end to end are triples. `taken` has component `part` of each of them, `given` the
+// vector number `part` of them, out of a vector for each component.
+template <int part, class All>
+struct Triples;
+
+template <int part, int... lane>
+struct Triples<part, Lanes<lane...>> {
+    static constexpr int kCount = (int)kWidth;
+
+    static ANYMAMBA_INLINE Vec taken(Vec a, Vec b, Vec c) {
+        const Vec ab = __builtin_shufflevector(
+            a, b, (3 * lane + part < 2 * kCount ? 3 * lane + part : lane)...);
+        return __builtin_shufflevector(
+            ab, c, (3 * lane + part < 2 * kCount ? lane : 3 * lane + part - kCount)...);
+    }
+    static ANYMAMBA_INLINE Vec given(Vec x, Vec y, Vec z) {
+        const Vec xy = __builtin_shufflevector(
+            x, y, ((part * kCount + lane) % 3 < 2
+                       ? (part * kCount + lane) % 3 * kCount + (part * kCount + lane) / 3
+                       : lane)...);
+        return __builtin_shufflevector(
+            xy, z,
+            ((part * kCount + lane) % 3 < 2 ? lane : kCount + (part * kCount + lane) / 3)...);
+    }
+};
+
+// Three components at a distance of `plane`. What lies behind the last of them is left alone.
+template <class T>
+ANYMAMBA_INLINE void split_triples(const T *from, int64_t count, int64_t plane, float *to) {
+    int64_t place = 0;
+    for (; place + kWidth <= count; place += kWidth) {
+        const T *at = from + 3 * place;
+        const Vec a = load(at), b = load(at + kWidth), c = load(at + 2 * kWidth);
+        store(to + place, Triples<0, AllLanes>::taken(a, b, c));
+        store(to + plane + place, Triples<1, AllLanes>::taken(a, b, c));
+        store(to + 2 * plane + place, Triples<2, AllLanes>::taken(a, b, c));
+    }
+    for (; place < count; ++place)
+        for (int64_t part = 0; part < 3; ++part)
+            to[part * plane + place] = widen(from[3 * place + part]);
+}
+
+template <class T>
+ANYMAMBA_INLINE void join_triples(const float *from, int64_t count, int64_t plane, T *to) {
+    int64_t place = 0;
+    for (; place + kWidth <= count; place += kWidth) {
+        const Vec x = load(from + place), y = load(from + plane + place),
+                  z = load(from + 2 * plane + place);
+        T *at = to + 3 * place;
+        store(at, Triples<0, AllLanes>::given(x, y, z));
+        store(at + kWidth, Triples<1, AllLanes>::given(x, y, z));
+        store(at + 2 * kWidth, Triples<2, AllLanes>::given(x, y, z));
+    }
+    for (; place < count; ++place)
+        for (int64_t part = 0; part < 3; ++part)
+            narrow(to + 3 * place + part, from[part * plane + place]);
+}
+
 template <class T>
 ANYMAMBA_INLINE void split_row(const Planes &planes, const T *from, float *to) {
     const int64_t count = planes.count, half = planes.size / 2, still = planes.still;

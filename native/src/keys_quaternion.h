@@ -119,12 +119,6 @@ struct QuaternionTurn {
         if (vectors != nullptr) memset(vectors, 0, (size_t)(3 * shape.lanes) * sizeof(float));
     }
 
-    template <class T>
-    ANYMAMBA_INLINE void split_vectors(const T *from) const {
-        for (int64_t block = 0; block < shape.channels; ++block)
-            for (int64_t part = 0; part < 3; ++part)
-                vectors[part * shape.lanes + block] = widen(from[3 * block + part]);
-    }
 
     int64_t raw_at(const anymamba_tensor &raw, int64_t row, int64_t token, int64_t head) const {
         return row * raw.stride[0] + token * raw.stride[1] + head * raw.stride[2];
@@ -133,9 +127,11 @@ struct QuaternionTurn {
     void read_vectors(int64_t row, int64_t token, int64_t head) const {
         const int64_t offset = raw_at(in.turn, row, token, head);
         if (in.turn.dtype == ANYMAMBA_FLOAT32)
-            split_vectors(static_cast<const float *>(in.turn.data) + offset);
+            split_triples(static_cast<const float *>(in.turn.data) + offset, shape.channels,
+                          shape.lanes, vectors);
         else
-            split_vectors(static_cast<const BFloat16 *>(in.turn.data) + offset);
+            split_triples(static_cast<const BFloat16 *>(in.turn.data) + offset, shape.channels,
+                          shape.lanes, vectors);
     }
 
     // Half the largest angle of this token: dt range pi / 2.
@@ -265,9 +261,12 @@ struct QuaternionTurn {
             total += grad_half * step.bound;
         }
         const int64_t offset = raw_at(grad_raw, row, token, head);
-        for (int64_t block = 0; block < shape.channels; ++block)
-            for (int64_t part = 0; part < 3; ++part)
-                write_one(grad_raw, offset + 3 * block + part, scratch[part * plane + block]);
+        if (grad_raw.dtype == ANYMAMBA_FLOAT32)
+            join_triples(scratch, shape.channels, plane,
+                         static_cast<float *>(grad_raw.data) + offset);
+        else
+            join_triples(scratch, shape.channels, plane,
+                         static_cast<BFloat16 *>(grad_raw.data) + offset);
         write_one(grad_dt, row * grad_dt.stride[0] + token * grad_dt.stride[1] + head,
                   sum_lanes(total) * half_turn);
     }

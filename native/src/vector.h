@@ -30,6 +30,18 @@ typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t UintVec __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
 
+// The numbers of all lanes, for shuffles that are written once for every width.
+template <int... lane>
+struct Lanes {};
+
+#if defined(__AVX512F__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+#elif defined(__AVX2__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
+#else
+using AllLanes = Lanes<0, 1, 2, 3>;
+#endif
+
 // bfloat16 as it lies in memory: the upper half of a float32.
 struct BFloat16 {
     uint16_t bits;
