@@ -110,9 +110,10 @@ def test_views_equal_their_copies(dtype, kind, native):
 
 @ON_EVERY_SET
 @KEYS
-def test_half_results_are_rounded_once(kind, native):
+@pytest.mark.parametrize("sizes", [{"size": 24}, {"size": 72, "channels": 18}], ids=str)
+def test_half_results_are_rounded_once(sizes, kind, native):
     """Bfloat16 results are the float32 ones of the same numbers, rounded."""
-    tensors = make(kind, rank=2, size=24, dtype=torch.float32)
+    tensors = make(kind, rank=2, **sizes, dtype=torch.float32)
     narrow = (0, 1, 6) if kind == "quaternion" else (0, 1)
     mixed = [x.bfloat16() if place in narrow else x for place, x in enumerate(tensors)]
     with running(native):
