@@ -191,4 +191,11 @@ ANYMAMBA_INLINE Vec sum_lanes_of_each(const float *from) {
     return rows[0];
 }
 
+// The same of `count` vectors; what lies behind them, up to whole kWidth vectors, is read and written
+// too.
+inline void sum_all_lanes(const float *from, int64_t count, float *to) {
+    for (int64_t first = 0; first < count; first += kWidth)
+        store(to + first, sum_lanes_of_each(from + first * kWidth));
+}
+
 }  // namespace anymamba::ANYMAMBA_VARIANT

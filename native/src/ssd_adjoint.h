@@ -360,10 +360,8 @@ inline void Adjoint::back_to_decay(float kept) const {
         store(buffers.crossed + step * kWidth, sum);
     }
     // Behind the last position and the last step the sums are of nothing, and nobody reads them.
-    for (int64_t place = 0; place < positions; place += kWidth)
-        store(buffers.read + place, sum_lanes_of_each(buffers.read + place * kWidth));
-    for (int64_t step = 0; step < chunk.steps; step += kWidth)
-        store(grad_da + step, sum_lanes_of_each(buffers.crossed + step * kWidth));
+    sum_all_lanes(buffers.read, positions, buffers.read);
+    sum_all_lanes(buffers.crossed, chunk.steps, grad_da);
     float later = kept;
     for (int64_t step = chunk.steps - 1; step >= 0; --step) {
         for (int64_t f = step * sizes.rank; f < (step + 1) * sizes.rank; ++f)

@@ -5,11 +5,13 @@
 // the state, and fills panels of two vectors with p numbers. With few numbers neither pays.
 #pragma once
 
+#include "parallel.h"
 #include "ssd_states.h"
 
 namespace anymamba::ANYMAMBA_VARIANT::ssd {
 
-// Up to these sizes the recurrence is faster, as measured on a Zen 4 with 16, 8 and 4 lanes.
+// Measured on a Zen 4 with 16, 8 and 4 lanes: up to these sizes the forward is faster and the backward
+// not slower than chunks.
 constexpr int64_t kNarrow = kWidth > 8 ? kWidth : 8;
 constexpr int64_t kNarrowState = 1024;
 
@@ -72,32 +74,40 @@ struct NarrowShape {
           head(sizes.width * state) {}
 };
 
-// What a stretch of tokens has per token: three numbers and a value.
+// What a stretch of tokens has per token: its decay, two weights and a value.
+//
+// A decay is rounded, and one that is the same for thousands of tokens would be wrong by as much in
+// all of them. A weak one is therefore kept in two parts, decay + rest, which a state meets both.
 struct NarrowSteps {
-    float *decay, *scale, *own;
+    float *decay, *rest, *scale, *own;
     float *v;  // [token][width]
 
     NarrowSteps(Carver &carver, const NarrowShape &shape, int64_t tokens)
         : decay(carver.floats(round_up(tokens, kWidth))),
-          scale(carver.floats(tokens)),
-          own(carver.floats(tokens)),
+          rest(carver.floats(round_up(tokens, kWidth))),
+          scale(carver.floats(round_up(tokens, kWidth))),
+          own(carver.floats(round_up(tokens, kWidth))),
           v(carver.floats(tokens * shape.width)) {}
 
     void fill(const StepTensors &steps, const anymamba_tensor &values, const Sizes &sizes,
               const NarrowShape &shape, const Chunk &chunk, int64_t head) const {
-        const auto read = [&](const anymamba_tensor &from, float *to) {
-            const int64_t first = first_step(from, chunk, head);
-            for (int64_t token = 0; token < chunk.steps; ++token)
-                to[token] = read_one(from, first + token * from.stride[1]);
-        };
-        read(steps.da, decay);
-        read(steps.scale, scale);
-        read(steps.own, own);
-        for (int64_t token = 0; token < chunk.steps; token += kWidth)
-            store(decay + token, exp(load_most(decay + token, chunk.steps - token)));
+        const int64_t padded = round_up(chunk.steps, kWidth);
+        fill_weights(steps.da, chunk, 1, head, padded, decay);
+        fill_weights(steps.scale, chunk, 1, head, padded, scale);
+        fill_weights(steps.own, chunk, 1, head, padded, own);
+        for (int64_t token = 0; token < padded; token += kWidth) {
+            const Vec da = load(decay + token), less = expm1_fraction(da), weak = 1.0f + less;
+            const IntVec is_weak = (da > splat(-kWeak)) & (da < splat(kWeak));
+            store(decay + token, select(is_weak, weak, exp(da)));
+            store(rest + token, select(is_weak, less - (weak - 1.0f), Vec{}));
+        }
         copy_rows(Rows(values, chunk, 1, head), chunk.steps, chunk.steps, sizes.width, v,
                   shape.width);
     }
+
+  private:
+    // Stronger ones forget a state before their errors add up.
+    static constexpr float kWeak = 0.34f;
 };
 
 // The rows of B or C, or of their gradients, of one head in consecutive tokens.
@@ -116,26 +126,14 @@ struct StateRows : Rows {
     ANYMAMBA_INLINE void finish(int64_t token, const float *row) const {
         finish_row(*tensor, at(token), columns, row);
     }
-    ANYMAMBA_INLINE void ask(int64_t token) const {
-        const int64_t size = tensor->dtype == ANYMAMBA_BFLOAT16 ? 2 : 4;
-        const char *line = static_cast<const char *>(tensor->data) + at(token) * size;
-        for (int64_t place = 0; place < columns * size; place += 64)
-            __builtin_prefetch(line + place, 0, 2);
-    }
+    ANYMAMBA_INLINE void ask(int64_t token) const { ask_for_row(*tensor, at(token), columns); }
 };
 
 // The state as rows over the state axis, [width][state]; padding is zero.
 inline void load_rows(const HeadState &from, const Sizes &sizes, const NarrowShape &shape,
                       float *to) {
-    for (int64_t p = 0; p < sizes.width; ++p, to += shape.state) {
-        if (from.tensor.stride[3] == 1) {
-            visit_row(from.tensor, from.at(p, 0), sizes.state,
-                      [&](int64_t r, Vec x) { store(to + r, x); });
-            continue;
-        }
-        for (int64_t r = 0; r < shape.state; ++r)
-            to[r] = r < sizes.state ? read_one(from.tensor, from.at(p, r)) : 0.0f;
-    }
+    for (int64_t p = 0; p < sizes.width; ++p, to += shape.state)
+        visit_state(from, sizes, p, [&](int64_t r, Vec x) { store(to + r, x); });
 }
 
 inline void store_rows(const float *from, const Sizes &sizes, const NarrowShape &shape,
@@ -145,15 +143,23 @@ inline void store_rows(const float *from, const Sizes &sizes, const NarrowShape 
 }
 
 // Adds to a sum that lies in memory, or begins it.
-ANYMAMBA_INLINE void add_to(float *sum, Vec more, bool begins) {
+ANYMAMBA_INLINE void collect(float *sum, Vec more, bool begins) {
     store(sum, begins ? more : load(sum) + more);
 }
 
-// Sums over the lanes of `count` vectors that lie one after the other; what lies behind them, up to
-// whole kWidth vectors, is read and written too.
-inline void sum_all_lanes(const float *from, int64_t count, float *to) {
-    for (int64_t first = 0; first < count; first += kWidth)
-        store(to + first, sum_lanes_of_each(from + first * kWidth));
+// run(task, buffers) for every head of every sequence; returns the workspace that it wants.
+template <class Buffers, class Work, class Run>
+int64_t run_narrow(const anymamba_call &call, const Work &of, const Run &run) {
+    const int64_t tasks = narrow_tasks(of.sizes);
+    Carver measure{nullptr};
+    Buffers(measure, of);
+    const int64_t wanted = measure.used * smaller(call.threads, tasks);
+    if (call.workspace == nullptr) return wanted;
+    parallel_for(tasks, call.threads, [&](int64_t index, int64_t worker) {
+        Carver carver{static_cast<char *>(call.workspace) + worker * measure.used};
+        run(of, NarrowTask(of.sizes, of.borders, index), Buffers(carver, of));
+    });
+    return wanted;
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT::ssd

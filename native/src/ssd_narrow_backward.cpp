@@ -1,12 +1,7 @@
 // The SSD core of narrow heads, backward: the states of a stretch of tokens once more, then its
 // tokens from right to left. Tensors and sizes are those of ssd_backward.cpp.
 //
-// With S before the token, G the gradient of the state behind it, D its decay, s and o its weights:
-//     y = D S c + o (b.c) v            next S = D S + s v b^T
-//     dv = s G b + o (b.c) gy          db = s G^T v + o (gy.v) c     dc = D S^T gy + o (gy.v) b
-//     ds = v.(G b)                     do = (b.c) (gy.v)
-//     H = G + gy c^T                   d_da = D <S, H>               G before the token = D H
-#include "parallel.h"
+// The formulas are those of src/anymamba/ops/ssd/README.md, section 4.3.
 #include "ssd_narrow.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
@@ -42,7 +37,8 @@ struct NarrowBackward {
           grad_initial(call.tensors[14]),
           steps{call.tensors[3], call.tensors[7], call.tensors[8]},
           grad_steps{call.tensors[11], call.tensors[15], call.tensors[16]},
-          stretch(smaller(kLongestStretch, kStretchNumbers / larger(1, shape.head))) {}
+          stretch(smaller(larger(1, sizes.length),
+                          smaller(kLongestStretch, kStretchNumbers / larger(1, shape.head)))) {}
 
     // Sums of a token that are taken over lanes: G times B for each row, <S, H>, and B times C.
     int64_t sums() const { return sizes.width + 2; }
@@ -80,7 +76,8 @@ struct Buffers {
 ANYMAMBA_INLINE void advance(const NarrowBackward &of, const NarrowSteps &tokens, int64_t token,
                              const float *b, const float *from, float *to) {
     const float *v = tokens.v + token * of.shape.width;
-    const float decay = tokens.decay[token], scale = tokens.scale[token];
+    const float decay = tokens.decay[token], rest = tokens.rest[token];
+    const float scale = tokens.scale[token];
     for_vectors(of.shape.state, [&](auto vectors, int64_t first) {
         constexpr int kVectors = vectors.value;
         Vec own[kVectors];
@@ -90,8 +87,10 @@ ANYMAMBA_INLINE void advance(const NarrowBackward &of, const NarrowSteps &tokens
             const Vec value = splat(scale * v[p]);
             const int64_t at = p * of.shape.state + first;
 #pragma GCC unroll 4
-            for (int k = 0; k < kVectors; ++k)
-                store(to + at + k * kWidth, load(from + at + k * kWidth) * decay + value * own[k]);
+            for (int k = 0; k < kVectors; ++k) {
+                const Vec before = load(from + at + k * kWidth);
+                store(to + at + k * kWidth, before * decay + (before * rest + value * own[k]));
+            }
         }
     });
 }
@@ -120,7 +119,8 @@ ANYMAMBA_INLINE void step_back(const NarrowBackward &of, const Buffers &buffers,
     const NarrowSteps &tokens = buffers.tokens;
     const float *v = tokens.v + token * of.shape.width;
     const float *grad_y = buffers.grad_y + token * of.shape.width;
-    const float decay = tokens.decay[token], scale = tokens.scale[token];
+    const float decay = tokens.decay[token], rest = tokens.rest[token];
+    const float scale = tokens.scale[token];
     const float own = tokens.own[token] * buffers.inner[token];
     Vec own_b[kVectors], own_c[kVectors], sum_b[kVectors], sum_c[kVectors];
     Vec crossing = {}, pair = {};
@@ -144,14 +144,14 @@ ANYMAMBA_INLINE void step_back(const NarrowBackward &of, const Buffers &buffers,
             sum_c[k] += before * faded;
             const Vec through = behind + asked * own_c[k];
             crossing += before * through;
-            store(grad + k * kWidth, through * decay);
+            store(grad + k * kWidth, through * decay + through * rest);
         }
-        add_to(sums, sum, is_first);
+        collect(sums, sum, is_first);
         state += of.shape.state;
         grad += of.shape.state;
     }
-    add_to(sums, crossing, is_first);
-    add_to(sums + kWidth, pair, is_first);
+    collect(sums, crossing, is_first);
+    collect(sums + kWidth, pair, is_first);
 #pragma GCC unroll 4
     for (int k = 0; k < kVectors; ++k) {
         store(to_b + k * kWidth, sum_b[k]);
@@ -258,17 +258,7 @@ void run(const NarrowBackward &of, const NarrowTask &task, const Buffers &buffer
 }  // namespace
 
 int64_t narrow_backward(const anymamba_call &call) {
-    const NarrowBackward of(call);
-    const int64_t tasks = narrow_tasks(of.sizes);
-    Carver measure{nullptr};
-    Buffers(measure, of);
-    const int64_t wanted = measure.used * smaller(call.threads, tasks);
-    if (call.workspace == nullptr) return wanted;
-    parallel_for(tasks, call.threads, [&](int64_t index, int64_t worker) {
-        Carver carver{static_cast<char *>(call.workspace) + worker * measure.used};
-        run(of, NarrowTask(of.sizes, of.borders, index), Buffers(carver, of));
-    });
-    return wanted;
+    return run_narrow<Buffers>(call, NarrowBackward(call), run);
 }
 
 }  // namespace ssd

@@ -1,5 +1,4 @@
 // The SSD core of narrow heads, forward. Tensors and sizes are those of ssd_forward.cpp.
-#include "parallel.h"
 #include "ssd_narrow.h"
 
 namespace anymamba::ANYMAMBA_VARIANT {
@@ -53,7 +52,8 @@ ANYMAMBA_INLINE void advance(const NarrowForward &of, const NarrowSteps &tokens,
                              const float *b, const float *c, bool is_first, float *state,
                              float *sums) {
     const float *v = tokens.v + token * of.shape.width;
-    const float decay = tokens.decay[token], scale = tokens.scale[token];
+    const float decay = tokens.decay[token], rest = tokens.rest[token];
+    const float scale = tokens.scale[token];
     Vec own_b[kVectors], own_c[kVectors], pair = {};
 #pragma GCC unroll 4
     for (int k = 0; k < kVectors; ++k) {
@@ -68,11 +68,11 @@ ANYMAMBA_INLINE void advance(const NarrowForward &of, const NarrowSteps &tokens,
         for (int k = 0; k < kVectors; ++k) {
             const Vec before = load(state + k * kWidth);
             sum += before * own_c[k];
-            store(state + k * kWidth, before * decay + value * own_b[k]);
+            store(state + k * kWidth, before * decay + (before * rest + value * own_b[k]));
         }
-        add_to(sums, sum, is_first);
+        collect(sums, sum, is_first);
     }
-    add_to(sums, pair, is_first);
+    collect(sums, pair, is_first);
 }
 
 // A few tokens, from the state before them to the one behind them.
@@ -116,17 +116,7 @@ void run(const NarrowForward &of, const NarrowTask &task, const Buffers &buffers
 }  // namespace
 
 int64_t narrow_forward(const anymamba_call &call) {
-    const NarrowForward of(call);
-    const int64_t tasks = narrow_tasks(of.sizes);
-    Carver measure{nullptr};
-    Buffers(measure, of);
-    const int64_t wanted = measure.used * smaller(call.threads, tasks);
-    if (call.workspace == nullptr) return wanted;
-    parallel_for(tasks, call.threads, [&](int64_t index, int64_t worker) {
-        Carver carver{static_cast<char *>(call.workspace) + worker * measure.used};
-        run(of, NarrowTask(of.sizes, of.borders, index), Buffers(carver, of));
-    });
-    return wanted;
+    return run_narrow<Buffers>(call, NarrowForward(call), run);
 }
 
 }  // namespace ssd

@@ -33,6 +33,13 @@ struct Rows {
     }
 };
 
+// Asks for the lines of a row of `columns` numbers at `place`.
+ANYMAMBA_INLINE void ask_for_row(const anymamba_tensor &of, int64_t place, int64_t columns) {
+    const int64_t size = of.dtype == ANYMAMBA_BFLOAT16 ? 2 : 4;
+    const char *line = static_cast<const char *>(of.data) + place * size;
+    for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(line + at, 0, 2);
+}
+
 // Asks for the rows of the next chunk while this one is computed: they lie in pages of their own,
 // where the machine's own prefetching does not follow.
 class Ahead {
@@ -42,8 +49,7 @@ class Ahead {
 
     // Rows of `heads` neighbouring heads or groups, the first of which is given.
     void add(const Rows &rows, int64_t heads, int64_t columns) {
-        const int64_t size = rows.tensor->dtype == ANYMAMBA_BFLOAT16 ? 2 : 4;
-        streams_[count_++] = {rows, heads, columns * size, size};
+        streams_[count_++] = {rows, heads, columns};
         requests_ += heads * positions_;
     }
 
@@ -58,16 +64,14 @@ class Ahead {
   private:
     struct Stream {
         Rows rows;
-        int64_t heads, bytes, element;
+        int64_t heads, columns;
     };
 
     void fetch() {
         if (stream_ == count_) return;
         const Stream &stream = streams_[stream_];
-        const int64_t place = stream.rows.at(position_) + head_ * stream.rows.tensor->stride[3];
-        const char *line =
-            static_cast<const char *>(stream.rows.tensor->data) + place * stream.element;
-        for (int64_t at = 0; at < stream.bytes; at += 64) __builtin_prefetch(line + at, 0, 2);
+        const anymamba_tensor &of = *stream.rows.tensor;
+        ask_for_row(of, stream.rows.at(position_) + head_ * of.stride[3], stream.columns);
         if (++head_ < stream.heads) return;
         head_ = 0;
         if (++position_ < positions_) return;

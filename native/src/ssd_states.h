@@ -72,22 +72,29 @@ inline void store_by_width(const float *from, const Sizes &sizes, int64_t first,
     });
 }
 
+// use(column, vector) for the state of one number of the width; what lies past its end is zero.
+template <class Use>
+ANYMAMBA_INLINE void visit_state(const HeadState &from, const Sizes &sizes, int64_t p,
+                                 const Use &use) {
+    if (from.tensor.stride[3] == 1) {
+        visit_row(from.tensor, from.at(p, 0), sizes.state, use);
+        return;
+    }
+    for (int64_t r = 0; r < sizes.state; r += kWidth) {
+        float lanes[kWidth] = {};
+        for (int64_t lane = 0; lane < smaller(kWidth, sizes.state - r); ++lane)
+            lanes[lane] = read_one(from.tensor, from.at(p, r + lane));
+        use(r, load(lanes));
+    }
+}
+
 // Panels over the state, each [width][kPanel].
 inline void load_by_state(const HeadState &from, const Sizes &sizes, float *to) {
     for (int64_t p = 0; p < sizes.width; ++p) {
         const auto put = [&](int64_t r, Vec x) {
             store(to + (r / kPanel * sizes.width + p) * kPanel + r % kPanel, x);
         };
-        if (from.tensor.stride[3] == 1) {
-            visit_row(from.tensor, from.at(p, 0), sizes.state, put);
-        } else {
-            for (int64_t r = 0; r < sizes.state; r += kWidth) {
-                float lanes[kWidth] = {};
-                for (int64_t lane = 0; lane < smaller(kWidth, sizes.state - r); ++lane)
-                    lanes[lane] = read_one(from.tensor, from.at(p, r + lane));
-                put(r, load(lanes));
-            }
-        }
+        visit_state(from, sizes, p, put);
         for (int64_t r = round_up(sizes.state, kWidth); r < sizes.state_padded(); r += kWidth)
             put(r, Vec{});
     }

@@ -195,16 +195,18 @@ ANYMAMBA_INLINE float sum_lanes(Vec value) {
     return lanes[0];
 }
 
-// exp(f) for |f| <= ln2 / 2 by its Taylor polynomial of degree 7 (remainder 2e-9 relative).
-ANYMAMBA_INLINE Vec exp_fraction(Vec f) {
+// exp(f) - 1 for |f| <= ln2 / 2 by the Taylor polynomial of degree 7 (remainder 2e-9 of exp(f)).
+ANYMAMBA_INLINE Vec expm1_fraction(Vec f) {
     Vec p = splat(1.9841270e-4f);
     p = p * f + 1.3888889e-3f;
     p = p * f + 8.3333333e-3f;
     p = p * f + 4.1666667e-2f;
     p = p * f + 1.6666667e-1f;
     p = p * f + 0.5f;
-    return p * f * f + f + 1.0f;
+    return p * f * f + f;
 }
+
+ANYMAMBA_INLINE Vec exp_fraction(Vec f) { return expm1_fraction(f) + 1.0f; }
 
 // x - n ln2, with the leading bits of ln2 apart: exact times n.
 ANYMAMBA_INLINE Vec without_powers(Vec x, Vec n) {
