@@ -131,6 +131,17 @@ def test_memory_is_read_between_the_tokens(engine, monkeypatch):
     assert one.rates == [(first + middle) / 2] * 10 + [(middle + last) / 2] * 2
 
 
+def test_each_engine_has_the_memory_of_its_own_turn(engine, monkeypatch):
+    """The rate is read between two engines as well: each is held to what was read around it."""
+    rates = iter([1.0, 3.0, 9.0])
+    engine(portable_step)
+    other = bench_decode._our_engine
+    monkeypatch.setattr(bench_decode, "_llama_engine", lambda files, lm, *_: other(lm, 1))
+    monkeypatch.setattr(bench_decode, "read_rate", lambda array: next(rates))
+    [pair] = decode_figures(["tiny"], ["float32"], [1], tokens=2, configs={"tiny": TINY})
+    assert [one.rates for one in pair] == [[2.0, 2.0], [6.0, 6.0]]
+
+
 def test_a_share_is_that_of_each_token():
     """Memory that is twice as fast for half of the tokens, which then are too, changes no share."""
     even = figure(seconds=2.0)

@@ -264,7 +264,7 @@ def _take_turns(
     before = read_rate(array)
     while any(len(turn.seconds) < tokens for turn in turns.values()):
         for who, (engine, _, _) in ready.items():
-            seconds = turns[who].seconds
+            seconds, rates = turns[who]
             # The first token of a turn brings the caches and the threads back, and is not timed.
             for place in range(-1, min(_TURN, tokens - len(seconds))):
                 start = time.perf_counter()
@@ -272,8 +272,7 @@ def _take_turns(
                 if place >= 0:
                     seconds.append(time.perf_counter() - start)
                 ids[who] = _next_ids(engine, logits_bw)
-        after = read_rate(array)
-        for seconds, rates in turns.values():
+            after = read_rate(array)
             rates += [(before + after) / 2] * (len(seconds) - len(rates))
-        before = after
+            before = after
     return turns
