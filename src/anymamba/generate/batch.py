@@ -1,5 +1,6 @@
 """Rows that decode together: what was asked for, and the state of the work."""
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
@@ -158,6 +159,7 @@ class Batch:
         self.logits_bw = self._real(logits_bw)
         self._width, self._dtype, self._landing_bw = logits_bw.shape[1], logits_bw.dtype, None
         self._landing: tuple[Tensor, Tensor] | None = None
+        self._newest: tuple[array[int], Tensor] | None = None
         self._device = logits_bw.device
         self.chooser = Chooser(request.sampling)
         self.seen_bw = self.counts_bw = None
@@ -179,7 +181,10 @@ class Batch:
         """
         self._remember()
         logits_bw = self._processed(self._penalized(self.logits_bw))
-        numbers = [uniform(row.seed, len(row.ids)) for row in self.rows]
+        if self.request.sampling.is_greedy:
+            numbers = [0.0] * len(self.rows)
+        else:
+            numbers = [uniform(row.seed, len(row.ids)) for row in self.rows]
         ids = self.chooser.pick(logits_bw, numbers, self._check)
         if self.with_logprobs:
             ids_b1 = torch.tensor(ids, device=self.logits_bw.device)[:, None]
@@ -210,16 +215,32 @@ class Batch:
 
     def feed(self) -> None:
         """Run the newest token of every row through the model."""
-        newest = [row.ids[-1] for row in self.rows]
-        ids_b = torch.tensor(newest, device=self._device)
+        ids_b = self._newest_ids()
         # Known beforehand: an interrupt may come when the state has moved and nothing is returned.
-        self._landing_bw, real_bw = self._landing_of(len(newest))
+        self._landing_bw, real_bw = self._landing_of(len(self.rows))
         logits_bw, cache = self.lm.advance(ids_b, self.cache, landing_bw=self._landing_bw)
         self.logits_bw = real_bw if logits_bw is self._landing_bw else self._real(logits_bw)
         # The state comes last: where modules made a new one, nothing was landed, and an interrupt
         # up to here lets the token be fed again.
         self._landing_bw = None
         self.cache = cache
+
+    def _newest_ids(self) -> Tensor:
+        """Return the newest id of every row.
+
+        On the CPU in the same memory for every token: to make a tensor takes a fifth of the time
+        that is spent between two tokens, after the model has left nothing in the caches.
+        """
+        newest = [row.ids[-1] for row in self.rows]
+        if self._device.type != "cpu":
+            return torch.tensor(newest, device=self._device)
+        if self._newest is None or len(self._newest[0]) != len(newest):
+            numbers = array("q", newest)
+            self._newest = numbers, torch.frombuffer(numbers, dtype=torch.int64)
+        numbers, ids_b = self._newest
+        for place, token in enumerate(newest):
+            numbers[place] = token
+        return ids_b
 
     def _landing_of(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return a place for logits, and its part without padding; the same for every token.
