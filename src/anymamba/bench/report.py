@@ -169,8 +169,8 @@ def _decoding(report: Report) -> PlainTable:
             )
         weights = figure.format if figure.engine == OURS else LLAMA_FORMATS[figure.format]
         rows.append((figure.model, figure.engine, weights, str(figure.rows), *numbers))
-    columns = ("model", "by", "weights", "rows", "time", "p99", "tokens/s")
-    columns = (*columns, "reads", "memory", "ideal")
+    who, measured = ("model", "by", "weights", "rows"), ("time", "p99", "tokens/s")
+    columns = (*who, *measured, "reads", "memory", "ideal")
     note = (
         "p99: the slowest hundredth over the median. reads: weights / rows + twice the state. "
         "memory: the rate of reading it just before and after the tokens, which may double from "
