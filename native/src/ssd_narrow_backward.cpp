@@ -40,7 +40,7 @@ struct NarrowBackward {
           stretch(smaller(larger(1, sizes.length),
                           smaller(kLongestStretch, kStretchNumbers / larger(1, shape.head)))) {}
 
-    // Sums of a token that are taken over lanes: G times B for each row, <S, H>, and B times C.
+    // Sums of a token that are taken over lanes: dS' b for each row, <S, T>, and b . c.
     int64_t sums() const { return sizes.width + 2; }
     int64_t stretches() const { return larger(1, ceil_div(sizes.length, stretch)); }
 };
@@ -110,8 +110,8 @@ void refill(const NarrowBackward &of, int64_t head, const Chunk &stretch, float 
     }
 }
 
-// One token of some vectors of the state axis. `sums` receives what they add to G times B, for each
-// row, to <S, H> and to B times C.
+// One token of some vectors of the state axis. `sums` receives what they add to dS' b, for each row,
+// to <S, T> and to b . c.
 template <int kVectors>
 ANYMAMBA_INLINE void step_back(const NarrowBackward &of, const Buffers &buffers, int64_t token,
                                const float *b, const float *c, const float *state, float *grad,
