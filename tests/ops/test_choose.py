@@ -212,6 +212,18 @@ def test_a_chooser_follows_what_it_is_given():
     assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) == expected
 
 
+@pytest.mark.parametrize("width", [50, 7, 400])
+def test_a_tensor_that_comes_again_may_hold_something_else(width):
+    chooser, logits_bw = TokenChooser(top_p=0.9), randn(3, 50, seed=4, dtype=torch.float32)
+    chooser.choose(logits_bw, [0.1, 0.5, 0.9])
+    logits_bw.mul_(-1)
+    expected = TokenChooser(top_p=0.9).choose(logits_bw.clone(), [0.1, 0.5, 0.9])
+    assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) == expected
+    logits_bw.data = randn(3, width, seed=5, dtype=torch.float32)
+    expected = TokenChooser(top_p=0.9).choose(logits_bw.clone(), [0.1, 0.5, 0.9])
+    assert chooser.choose(logits_bw, [0.1, 0.5, 0.9]) == expected
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -169,6 +169,8 @@ class Batch:
                 self.seen_bw[row, sorted(set(prompt))] = True
         if request.sampling.counts_tokens:
             self.counts_bw = torch.zeros_like(self.logits_bw)
+        has_penalties = self.seen_bw is not None or self.counts_bw is not None
+        self._changes = has_penalties or bool(request.processors)
 
     def finish_of(self, row: Row) -> str | None:
         """Say why a row is finished, or None."""
@@ -179,8 +181,7 @@ class Batch:
 
         Nothing else changes: until the id is there, the same token would be chosen again.
         """
-        self._remember()
-        logits_bw = self._processed(self._penalized(self.logits_bw))
+        logits_bw = self._changed() if self._changes else self.logits_bw
         if self.request.sampling.is_greedy:
             numbers = [0.0] * len(self.rows)
         else:
@@ -202,6 +203,11 @@ class Batch:
             if row.ids[-1] not in self.request.stop_ids:
                 row.is_stopped = any(stop(row.ids) for stop in self.request.stop)
             row.judged = len(row.ids)
+
+    def _changed(self) -> Tensor:
+        """Return the logits after what the request does to them."""
+        self._remember()
+        return self._processed(self._penalized(self.logits_bw))
 
     def _remember(self) -> None:
         """Write down the newest ids for the penalties; twice is as good as once."""

@@ -78,6 +78,8 @@ class TokenChooser:
         self._flags = is_greedy, top_k
         self._reals = temperature, top_p, min_p
         self._bound: _Bound | None = None
+        self._last: Tensor | None = None
+        self._how, self._size = (0, current()), 0
 
     def choose(self, logits_bw: Tensor, numbers: Sequence[float]) -> Chosen | None:
         """Choose; None where `choosing_refusal` refuses the logits.
@@ -90,13 +92,18 @@ class TokenChooser:
             The ids and the largest logits; an id means nothing where that is not finite.
         """
         # One row needs no threads, and asking for them takes time.
-        threads = 1 if len(logits_bw) == 1 else min(len(logits_bw), kernel_threads())
-        layout = logits_bw.shape, logits_bw.stride(-1), logits_bw.dtype, logits_bw.is_cpu
-        key = *layout, type(logits_bw), threads, current()
-        if self._bound is None or self._bound.key != key:
-            if choosing_refusal(logits_bw) is not None:
-                return None
-            self._bound = _Bound(key, logits_bw.shape, threads, self._flags, self._reals)
+        threads = 1 if len(numbers) == 1 else min(len(numbers), kernel_threads())
+        how = threads, current()
+        # So does asking a tensor what it is: one that comes again is only asked for its size.
+        if logits_bw is not self._last or how != self._how or logits_bw.numel() != self._size:
+            layout = logits_bw.shape, logits_bw.stride(-1), logits_bw.dtype, logits_bw.is_cpu
+            key = *layout, type(logits_bw), how
+            if self._bound is None or self._bound.key != key:
+                if choosing_refusal(logits_bw) is not None:
+                    return None
+                self._bound = _Bound(key, logits_bw.shape, threads, self._flags, self._reals)
+            self._last, self._how, self._size = logits_bw, how, logits_bw.numel()
+        assert self._bound is not None
         return self._bound.run(logits_bw, numbers)
 
 
