@@ -12,7 +12,7 @@ from decoder_cases import model
 
 PACKAGE = Path(anymamba.__file__).parent
 # Below these nothing is kept between two tokens.
-PARTS = ("generate", "models/lm.py", "models/decoder", "ops/choose")
+PARTS = ("generate", "models/lm.py", "models/inputs.py", "models/decoder", "ops/choose")
 WHERE = tuple(str(PACKAGE / part) for part in PARTS)
 HOW = {"temperature": 1.0, "seed": 3, "max_new_tokens": 4}
 OPTIONS = {

@@ -1,6 +1,7 @@
 """Language models, encoders and models on continuous inputs: a config, a stack, a head, a loss."""
 
 from anymamba.models.activation import ActivationReport, compare_activations
+from anymamba.models.checkpoints import use_checkpoints
 from anymamba.models.config import MIXERS, MambaConfig
 from anymamba.models.count import ModelCount, PartCount, count_model
 from anymamba.models.decoder import native_refusal
@@ -9,7 +10,7 @@ from anymamba.models.hybrid import hybrid_config
 from anymamba.models.language_loss import LanguageLoss
 from anymamba.models.latent import LatentModel, LatentStep
 from anymamba.models.latent_config import LatentConfig
-from anymamba.models.lm import MambaLM, use_checkpoints
+from anymamba.models.lm import MambaLM
 from anymamba.models.presets import PRESETS, preset
 from anymamba.models.quantize import (
     outline_quantized,

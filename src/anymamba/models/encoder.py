@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.errors import ConfigError, DtypeError, ShapeError
+from anymamba.errors import ConfigError, ShapeError
+from anymamba.models.inputs import check_ids
 from anymamba.models.latent import mean_of
 from anymamba.models.latent_config import check_keys, stack_config_from_dict
 from anymamba.models.loss import head_loss_sum, logits_loss_sum, mean_loss
@@ -193,7 +194,7 @@ class Encoder(StoredModel):
 
     def _hidden(self, ids_bs: Tensor, lengths: Tensor | None, how: dict[str, Any]) -> Tensor:
         """Return what the head reads: a vector per token, or one per sequence."""
-        _check_ids("Encoder", ids_bs)
+        check_ids("Encoder", ids_bs, 2)
         y_bsd = self.stack(self.embedding(ids_bs), lengths=lengths, **how)
         length = ids_bs.shape[1]
         if self.config.head == "pooled" and self.config.pool == "register":
@@ -241,7 +242,7 @@ def mask_tokens(
         >>> bool((targets[targets >= 0] == torch.arange(8)[None][targets >= 0]).all())
         True
     """
-    _check_ids("mask_tokens", ids_bs)
+    check_ids("mask_tokens", ids_bs, 2)
     if not 0 < rate <= 1 or not 0 <= mask_id < vocab_size:
         raise ConfigError(
             f"mask_tokens: rate must lie in (0, 1] and mask_id below vocab_size {vocab_size}; got "
@@ -259,14 +260,3 @@ def mask_tokens(
     hidden_bs = ids_bs.masked_fill(chosen_bs & (fate_bs < 0.8), mask_id)
     hidden_bs = torch.where(chosen_bs & (fate_bs >= 0.9), other_bs, hidden_bs)
     return MaskedTokens(hidden_bs, targets_bs)
-
-
-def _check_ids(where: str, ids_bs: Tensor) -> None:
-    if not isinstance(ids_bs, Tensor) or ids_bs.dtype not in (torch.int32, torch.int64):
-        given = ids_bs.dtype if isinstance(ids_bs, Tensor) else type(ids_bs).__name__
-        raise DtypeError(f"{where}: token ids must be an int32 or int64 tensor; got {given}.")
-    if ids_bs.dim() != 2 or ids_bs.numel() == 0:
-        raise ShapeError(
-            f"{where}: token ids must have the axes (batch, sequence), none empty; got shape "
-            f"{tuple(ids_bs.shape)}."
-        )

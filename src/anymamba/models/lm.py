@@ -1,15 +1,17 @@
 """The language model: embedding, stack, head, with official parameter names."""
 
-import math
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from anymamba.errors import BackendError, ConfigError, DtypeError, ShapeError
+from anymamba.errors import BackendError
+from anymamba.models.checkpoints import checkpoints_for
 from anymamba.models.config import MambaConfig
 from anymamba.models.decoder import native_refusal, native_step_, unchanged
+from anymamba.models.initialise import initialise
+from anymamba.models.inputs import check_ids, check_way
 from anymamba.models.loss import (
     embed,
     head_loss_sum,
@@ -20,7 +22,7 @@ from anymamba.models.loss import (
 from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain, project
 from anymamba.ops import SsdPath
 
-__all__ = ["MambaLM", "use_checkpoints"]
+__all__ = ["MambaLM"]
 
 
 class LmStep(NamedTuple):
@@ -35,22 +37,6 @@ class LmLoss(NamedTuple):
 
     loss: Tensor
     cache: ModelCache
-
-
-class Checkpoints(Protocol):
-    """What reads and writes models; `anymamba.io` provides it, so that this room knows no disk."""
-
-    def load(self, name: str, **options: Any) -> "MambaLM": ...
-
-    def save(self, model: "MambaLM", directory: Any, **options: Any) -> None: ...
-
-
-_checkpoints: list[Checkpoints] = []
-
-
-def use_checkpoints(checkpoints: Checkpoints) -> None:
-    """Say who serves `from_pretrained` and `save_pretrained`."""
-    _checkpoints[:] = [checkpoints]
 
 
 class Backbone(Stack):
@@ -255,7 +241,7 @@ class MambaLM(nn.Module):
     def step_infinite(self, ids_b: Tensor) -> Tensor:
         """Return the limit of the logits when the same token is fed for ever; Mamba-3 only."""
         where = "MambaLM.step_infinite"
-        self._check_ids(where, ids_b, 1)
+        check_ids(where, ids_b, 1)
         stream = self.backbone.fixed_point(where, self.backbone.embedding(ids_b))
         return self.lm_head(self.backbone.finish(stream))
 
@@ -341,11 +327,11 @@ class MambaLM(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> "MambaLM":
         """Load a checkpoint from a directory or the hub; see `anymamba.io`."""
-        return _service("from_pretrained").load(name, **options)
+        return checkpoints_for("from_pretrained").load(name, **options)
 
     def save_pretrained(self, directory: Any, **options: Any) -> None:
         """Write config and weights to a directory; see `anymamba.io`."""
-        _service("save_pretrained").save(self, directory, **options)
+        checkpoints_for("save_pretrained").save(self, directory, **options)
 
     def extra_repr(self) -> str:
         """Name the family and the vocabulary."""
@@ -379,63 +365,16 @@ class MambaLM(nn.Module):
 
     def _check_piece(self, ids_bs: Tensor, cache: ModelCache | None = None) -> None:
         where = "MambaLM"
-        self._check_ids(where, ids_bs, 2)
+        check_ids(where, ids_bs, 2)
         if cache is not None:
-            self._check_cache(where, cache)
-
-    def _check_ids(self, where: str, ids: Tensor, rank: int) -> None:
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise DtypeError(f"{where}: token ids must be an int32 or int64 tensor; got {given}.")
-        if ids.dim() != rank or ids.numel() == 0:
-            axes = "(batch, sequence)" if rank == 2 else "(batch,)"
-            raise ShapeError(
-                f"{where}: token ids must have the axes {axes}, none empty; "
-                f"got shape {tuple(ids.shape)}."
-            )
+            self.backbone.check_cache(where, cache, is_needed=True)
 
     def _check_token(self, where: str, ids_b: Tensor, cache: ModelCache, impl: str) -> None:
-        if impl not in ("auto", "portable", "native"):
-            raise ConfigError(
-                f"{where}: impl must be 'auto', 'portable' or 'native'; got {impl!r}."
-            )
-        self._check_ids(where, ids_b, 1)
-        self._check_cache(where, cache)
+        check_way(where, impl)
+        check_ids(where, ids_b, 1)
+        self.backbone.check_cache(where, cache, is_needed=True)
 
     @staticmethod
     def _decodes(impl: str) -> bool:
         """Whether the decoder may be tried; a traced call stays in the modules."""
         return impl != "portable" and not torch.compiler.is_compiling()
-
-    def _check_cache(self, where: str, cache: ModelCache) -> None:
-        self.backbone.check_cache(where, cache, is_needed=True)
-
-
-def _service(what: str) -> Checkpoints:
-    if not _checkpoints:
-        raise BackendError(f"MambaLM.{what}: import anymamba (or anymamba.io) first.")
-    return _checkpoints[0]
-
-
-def initialise(backbone: nn.Module, config: MambaConfig) -> None:
-    """Draw weights as the official models do.
-
-    Linear biases start at zero unless tagged, embeddings have deviation 0.02, and the projections
-    back into the residual stream are scaled down by the root of the number of branches: one per
-    layer, two with an MLP. (Official code means that too, but a second pass loses the MLP's half.)
-    Virtual layers count each; gated residuals average branches, so nothing is scaled for them.
-    """
-    branches = len(config.stack.schedule) * (1 if config.d_intermediate == 0 else 2)
-    if config.stack.residual.multi_gate is not None:
-        branches = 1
-    for module in backbone.modules():
-        if isinstance(module, nn.Linear):
-            if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-    for name, parameter in backbone.named_parameters():
-        if name.endswith(("out_proj.weight", "fc2.weight")):
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-            with torch.no_grad():
-                parameter /= math.sqrt(branches)
