@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import anymamba
 from anymamba.generate import generate_detailed, stream
@@ -85,6 +86,9 @@ def test_an_interrupt_at_any_line_changes_nothing(name, native):
             found, is_through = resumed(tokens, at)
             assert (found, tokens.ids, tokens.logprobs) == (want, want, logprobs), at
             assert tokens.finish_reason == reason, at
+            # A mode of torch that is not left again would be the caller's from then on.
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            assert modes == (True, False), at
             after, known = tokens.cache.to_tensors(), cache.to_tensors()
             assert all((after[name] - known[name]).abs().max() < 1e-5 for name in known), at
     assert at > 50
@@ -95,3 +99,20 @@ def test_a_stop_iteration_of_the_callers_is_an_error():
     tokens = stream(model("mamba2"), [1], max_new_tokens=4, processors=lambda *_: next(iter([])))
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(tokens)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_stream_tracks_no_gradients(native):
+    """Outside any mode of the caller's, with a model and a processor that have parameters."""
+    lm, shift = model("mamba2", n_layer=1), torch.zeros((), requires_grad=True)
+    seen = []
+
+    def processor(_, logits_w):
+        seen.append((logits_w + shift).requires_grad)
+        return logits_w + shift
+
+    with override(native=native):
+        tokens = stream(lm, [1, 2], max_new_tokens=3, logprobs=True, processors=processor)
+        assert len(list(tokens)) == 3
+    assert seen == [False] * 3
+    assert not any(state.requires_grad for state in tokens.cache.to_tensors().values())

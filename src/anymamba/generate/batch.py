@@ -204,6 +204,7 @@ class Batch:
                 row.is_stopped = any(stop(row.ids) for stop in self.request.stop)
             row.judged = len(row.ids)
 
+    @torch.no_grad()
     def _changed(self) -> Tensor:
         """Return the logits after what the request does to them."""
         self._remember()
