@@ -86,7 +86,7 @@ def test_an_interrupt_at_any_line_changes_nothing(name, native):
             found, is_through = resumed(tokens, at)
             assert (found, tokens.ids, tokens.logprobs) == (want, want, logprobs), at
             assert tokens.finish_reason == reason, at
-            # A mode of torch that is not left again would be the caller's from then on.
+            # A mode that is not left again would be the caller's from then on.
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             assert modes == (True, False), at
             after, known = tokens.cache.to_tensors(), cache.to_tensors()
@@ -111,8 +111,32 @@ def test_a_stream_tracks_no_gradients(native):
         seen.append((logits_w + shift).requires_grad)
         return logits_w + shift
 
+    def stop(_):
+        seen.append((1 + shift).requires_grad)
+        return False
+
+    functions = {"stop": stop, "processors": processor}
     with override(native=native):
-        tokens = stream(lm, [1, 2], max_new_tokens=3, logprobs=True, processors=processor)
+        tokens = stream(lm, [1, 2], max_new_tokens=3, logprobs=True, **functions)
         assert len(list(tokens)) == 3
-    assert seen == [False] * 3
+    assert seen == [False] * 6
     assert not any(state.requires_grad for state in tokens.cache.to_tensors().values())
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_stream_may_leave_the_mode_it_was_made_in(name, native):
+    """Made and begun in inference mode, taken up outside of it, and the other way round."""
+    lm = model("mamba2", n_layer=1)
+    with override(native=native):
+        [want], [logprobs], *_ = generate_detailed(lm, [[1, 2]], logprobs=True, **OPTIONS[name])
+        with torch.inference_mode():
+            made_inside = stream(lm, [1, 2], logprobs=True, **OPTIONS[name])
+            begun = next(made_inside)
+        assert [begun, *made_inside] == want
+        made_outside = stream(lm, [1, 2], logprobs=True, **OPTIONS[name])
+        begun = next(made_outside)
+        with torch.inference_mode():
+            assert [begun, *made_outside] == want
+    assert made_inside.logprobs == made_outside.logprobs == logprobs
+    assert not any(state.is_inference() for state in made_inside.cache.to_tensors().values())

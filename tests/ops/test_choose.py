@@ -214,6 +214,7 @@ def test_a_chooser_follows_what_it_is_given():
 
 @pytest.mark.parametrize("width", [50, 7, 400])
 def test_a_tensor_that_comes_again_may_hold_something_else(width):
+    """Other values, or other memory of another size."""
     chooser, logits_bw = TokenChooser(top_p=0.9), randn(3, 50, seed=4, dtype=torch.float32)
     chooser.choose(logits_bw, [0.1, 0.5, 0.9])
     logits_bw.mul_(-1)

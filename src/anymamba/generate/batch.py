@@ -170,7 +170,7 @@ class Batch:
         if request.sampling.counts_tokens:
             self.counts_bw = torch.zeros_like(self.logits_bw)
         has_penalties = self.seen_bw is not None or self.counts_bw is not None
-        self._changes = has_penalties or bool(request.processors)
+        self._has_changes = has_penalties or bool(request.processors)
 
     def finish_of(self, row: Row) -> str | None:
         """Say why a row is finished, or None."""
@@ -181,7 +181,7 @@ class Batch:
 
         Nothing else changes: until the id is there, the same token would be chosen again.
         """
-        logits_bw = self._changed() if self._changes else self.logits_bw
+        logits_bw = self._changed() if self._has_changes else self.logits_bw
         if self.request.sampling.is_greedy:
             numbers = [0.0] * len(self.rows)
         else:
@@ -200,9 +200,13 @@ class Batch:
         for row in self.rows:
             if row.judged == len(row.ids):
                 continue
-            if row.ids[-1] not in self.request.stop_ids:
-                row.is_stopped = any(stop(row.ids) for stop in self.request.stop)
+            if self.request.stop and row.ids[-1] not in self.request.stop_ids:
+                row.is_stopped = self._stops(row)
             row.judged = len(row.ids)
+
+    @torch.no_grad()
+    def _stops(self, row: Row) -> bool:
+        return any(stop(row.ids) for stop in self.request.stop)
 
     @torch.no_grad()
     def _changed(self) -> Tensor:

@@ -19,7 +19,8 @@ Progress = Callable[[int, int], object]
 
 def check_model(where: str, lm: MambaLM) -> None:
     """Raise `ConfigError` unless the model continues token ids."""
-    # By the config, not by the class: a compiled or wrapped language model is still one.
+    # By the config, not by the class: a compiled or wrapped language model is still one, whose
+    # `advance` tracks no gradients, as that of `MambaLM` does not.
     if not isinstance(getattr(lm, "config", None), MambaConfig):
         raise ConfigError(
             f"{where}: the model must be a language model, which says the next token; got "

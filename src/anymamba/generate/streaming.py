@@ -21,10 +21,11 @@ class Stream(Iterator[int]):
     A loop that breaks off can be taken up again with a second loop over the same object.
     """
 
-    # No mode of torch is entered for a token: that would take a tenth of the time between two, and
+    # No inference mode is entered for a token: that would take a tenth of the time between two, and
     # an interrupt on the way out would leave the caller in it. Whoever computes something turns
-    # gradients off for itself: the model, and what the request does to logits.
-
+    # gradients off for itself: the model, and what the request does to logits. So the tensors are
+    # ordinary ones, even if the caller is in inference mode now: it may have left it at the next.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Stream(Iterator[int]):
     def _feed(self) -> None:
         """Run the newest token through the model: put off until somebody needs it.
 
-        Where an interrupt came in between, the state itself knows whether that was done. Otherwise
+        Where it was interrupted or failed, the state itself knows whether that was done. Otherwise
         it is not asked: that takes a tenth of the time between two tokens.
         """
         newest = len(self._row.ids)

@@ -9,11 +9,16 @@ __all__ = ["check_ids", "check_way"]
 
 
 def check_ids(where: str, ids: Tensor, rank: int) -> None:
-    """Refuse what is not a tensor of token ids with one axis, or with two.
+    """Refuse what is not a tensor of token ids.
+
+    Args:
+        where: who was called.
+        ids: what was given.
+        rank: how many axes it must have: 1, the batch, or 2, batch and sequence.
 
     Raises:
         DtypeError: not integers.
-        ShapeError: other axes, or none in one of them.
+        ShapeError: other axes, or an empty one.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -27,10 +32,10 @@ def check_ids(where: str, ids: Tensor, rank: int) -> None:
 
 
 def check_way(where: str, impl: str) -> None:
-    """Refuse an `impl` that is none of a token.
+    """Refuse an `impl` with which no token can be run.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is none of the three.
     """
     if impl not in ("auto", "portable", "native"):
         raise ConfigError(f"{where}: impl must be 'auto', 'portable' or 'native'; got {impl!r}.")

@@ -17,7 +17,7 @@ from anymamba.ops.native import (
     kernel_threads,
     native_status,
 )
-from anymamba.settings import current
+from anymamba.settings import Settings, current
 
 __all__ = ["Chosen", "TokenChooser", "choosing_refusal"]
 
@@ -79,13 +79,15 @@ class TokenChooser:
         self._reals = temperature, top_p, min_p
         self._bound: _Bound | None = None
         self._last: Tensor | None = None
-        self._how, self._size = (0, current()), 0
+        self._how: tuple[int, Settings] | None = None
+        self._size = 0
 
     def choose(self, logits_bw: Tensor, numbers: Sequence[float]) -> Chosen | None:
         """Choose; None where `choosing_refusal` refuses the logits.
 
         Args:
-            logits_bw: (rows, vocabulary).
+            logits_bw: (rows, vocabulary). A tensor that is given again may hold other values and
+                sizes; that its dtype or its strides are others is not noticed.
             numbers: one per row, from 0 to less than 1; a draw depends on it and nothing else.
 
         Returns:
@@ -101,6 +103,8 @@ class TokenChooser:
             if self._bound is None or self._bound.key != key:
                 if choosing_refusal(logits_bw) is not None:
                     return None
+                # Forgotten first: an interrupt must not leave a tensor with another's call.
+                self._last = None
                 self._bound = _Bound(key, logits_bw.shape, threads, self._flags, self._reals)
             self._last, self._how, self._size = logits_bw, how, logits_bw.numel()
         assert self._bound is not None
