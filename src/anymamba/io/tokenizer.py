@@ -118,6 +118,8 @@ class FileTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the special tokens that the file puts around it.
 
+        The name of a special token inside the text becomes that token.
+
         Raises:
             ConfigError: the text is not UTF-8.
         """
