@@ -3,7 +3,7 @@
 from anymamba.nn.attention import MHA
 from anymamba.nn.bidirectional import BidirectionalStack
 from anymamba.nn.bidirectional_config import BidirectionalConfig
-from anymamba.nn.block import Block, is_plain, project
+from anymamba.nn.block import Block
 from anymamba.nn.cache import (
     BlockCache,
     KVCache,
@@ -22,6 +22,7 @@ from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.mlp import GatedMLP
 from anymamba.nn.norm import RMSNorm, RMSNormGated
+from anymamba.nn.options import nearest
 from anymamba.nn.parallel import (
     Ring,
     Traffic,
@@ -33,6 +34,7 @@ from anymamba.nn.parallel import (
     official_shards,
     parallelize,
 )
+from anymamba.nn.plain import is_plain, project
 from anymamba.nn.quantized import (
     SCHEMES,
     QuantizedEmbedding,
@@ -47,7 +49,7 @@ from anymamba.nn.rotation import Rotation
 from anymamba.nn.schedule import VirtualLayers, make_bidirectional_schedule, make_schedule
 from anymamba.nn.stack import Stack, StackStep
 from anymamba.nn.stack_cache import StackCache
-from anymamba.nn.stack_config import MIXERS, LayerSpec, StackConfig, check_options, nearest
+from anymamba.nn.stack_config import MIXERS, LayerSpec, StackConfig, check_options
 from anymamba.nn.stack_layer import Layer, add_norm
 
 Mamba1 = Mamba

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, CacheError, ConfigError
-from anymamba.nn.block import Block, StateSpec, check_state, project, reject_unknown
+from anymamba.nn.block import Block
 from anymamba.nn.cache import KVCache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
+from anymamba.nn.options import reject_unknown
+from anymamba.nn.plain import project
+from anymamba.nn.state_spec import StateSpec, check_state
 from anymamba.ops import SsdPath, check_impl, packing, rotate_pairs
 
 __all__ = ["MHA"]

@@ -1,14 +1,11 @@
-"""What the three blocks share: the verbs, packed sequences, cache checks, initialisation.
+"""What the three blocks share: the verbs, packed sequences, checks of inputs and caches.
 
 A block implements `_sequence` (a stretch of tokens), `_token` (one token) and `_fresh` (an empty
 state); everything a user calls on top of that is written once, here.
 """
 
-import difflib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +19,12 @@ from anymamba.errors import (
     ShapeError,
 )
 from anymamba.nn.cache_methods import map_tensors, named_tensors, rows, zip_tensors
-from anymamba.ops import SsdPath, accumulate_dtype, guard, linear, segment_rows
+from anymamba.nn.state_spec import StateSpec, check_state
+from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows
 
-__all__ = [
-    "Block",
-    "InverseSoftplus",
-    "StateSpec",
-    "check_scan_options",
-    "check_state",
-    "is_plain",
-    "project",
-    "reject_unknown",
-]
+__all__ = ["Block"]
 
 CacheT = TypeVar("CacheT", bound=tuple[Any, ...])
-
-
-class StateSpec(NamedTuple):
-    """What one tensor of a cache must be; its first axis, the batch, is left out."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Block(nn.Module, ABC, Generic[CacheT]):
@@ -343,91 +325,3 @@ def _sequences(where: str, cu_seqlens: Tensor) -> int:
 
 def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def check_state(
-    where: str, name: str, tensor: Tensor, count: int, wanted: StateSpec, device: torch.device
-) -> None:
-    """Raise `CacheError` if one tensor of a cache does not fit the block and its input."""
-    if tensor.shape != (count, *wanted.shape):
-        raise CacheError(
-            f"{where}: {name} of the cache must have shape {(count, *wanted.shape)}; "
-            f"got {tuple(tensor.shape)}. The first axis is the batch, or the packed sequences."
-        )
-    if tensor.device != device:
-        raise CacheError(
-            f"{where}: {name} of the cache is on {tensor.device}, the input on {device}. "
-            f"Move it with cache.to({str(device)!r})."
-        )
-    if not tensor.is_floating_point() or accumulate_dtype(tensor.dtype) != accumulate_dtype(
-        wanted.dtype
-    ):
-        raise CacheError(
-            f"{where}: {name} of the cache must be {wanted.dtype}; got {tensor.dtype}. "
-            "Cast it with cache.to(dtype=...)."
-        )
-
-
-def reject_unknown(where: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `ConfigError` on an unknown argument, with the nearest known name."""
-    for name in unknown:
-        near = difflib.get_close_matches(name, list(known), 1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
-        raise ConfigError(f"{where}: unknown argument {name!r}.{hint}")
-
-
-def check_scan_options(
-    where: str, chunk_size: int | None, dt_limit: tuple[float, float] | None
-) -> None:
-    """Raise `ConfigError` on a chunk length or step-size clamp that no call could use."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ConfigError(
-            f"{where}: chunk_size must be positive; got {chunk_size}. None lets the sizes choose."
-        )
-    if dt_limit is not None and not (len(dt_limit) == 2 and 0 <= dt_limit[0] <= dt_limit[1]):
-        raise ConfigError(
-            f"{where}: dt_limit must be (low, high) with 0 <= low <= high; got {dt_limit}."
-        )
-
-
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a submodule may be replaced by a function of its parameters.
-
-    Not if it was swapped, wrapped, parametrised or hooked: then it must be called as a module.
-    """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        nn.modules.module._global_forward_hooks,
-        nn.modules.module._global_forward_pre_hooks,
-        nn.modules.module._global_backward_hooks,
-        nn.modules.module._global_backward_pre_hooks,
-    )
-    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
-
-
-def project(module: nn.Module, x: Tensor) -> Tensor:
-    """Call a projection; a plain one in a half type runs near the speed of float32 on any CPU."""
-    if is_plain(module, nn.Linear):
-        return linear(x, module.weight, module.bias)  # pyright: ignore[reportArgumentType]
-    return module(x)
-
-
-class InverseSoftplus:
-    """Initialisation of step-size biases: softplus(bias) is log-uniform in [dt_min, dt_max]."""
-
-    def __init__(self, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
-        """Check the range."""
-        if not 0 < dt_min <= dt_max:
-            raise ConfigError(
-                f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max; got {dt_min}, {dt_max}."
-            )
-        self.low, self.high, self.floor = math.log(dt_min), math.log(dt_max), dt_init_floor
-
-    def __call__(self, size: int, device: Any, dtype: Any) -> Tensor:
-        """Return `size` fresh biases."""
-        uniform = torch.rand(size, device=device, dtype=torch.float32)
-        dt = (uniform * (self.high - self.low) + self.low).exp().clamp(min=self.floor)
-        return (dt + torch.log(-torch.expm1(-dt))).to(dtype)

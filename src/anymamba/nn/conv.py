@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.nn.block import is_plain
+from anymamba.nn.plain import is_plain
 from anymamba.ops import ConvOutput, ConvStepOutput, causal_conv1d, causal_conv1d_step, extend_row
 
 __all__ = ["convolve", "convolve_token", "short_convolution"]

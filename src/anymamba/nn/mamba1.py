@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.nn.block import Block, InverseSoftplus, is_plain, project, reject_unknown
+from anymamba.nn.block import Block
 from anymamba.nn.cache import Mamba1Cache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
+from anymamba.nn.options import reject_unknown
+from anymamba.nn.plain import is_plain, project
+from anymamba.nn.step_bias import InverseSoftplus
 from anymamba.ops import (
     SsdPath,
     accumulate_dtype,

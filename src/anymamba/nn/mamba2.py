@@ -8,17 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.errors import BackendError, ConfigError
-from anymamba.nn.block import (
-    Block,
-    InverseSoftplus,
-    check_scan_options,
-    is_plain,
-    project,
-    reject_unknown,
-)
+from anymamba.nn.block import Block
 from anymamba.nn.cache import Mamba2Cache
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.nn.norm import RMSNormGated
+from anymamba.nn.options import check_scan_options, reject_unknown
+from anymamba.nn.plain import is_plain, project
+from anymamba.nn.step_bias import InverseSoftplus
 from anymamba.ops import (
     SsdPath,
     accumulate_dtype,

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
-from anymamba.nn.block import (
-    Block,
-    InverseSoftplus,
-    check_scan_options,
-    is_plain,
-    project,
-    reject_unknown,
-)
+from anymamba.nn.block import Block
 from anymamba.nn.cache import (
     Mamba3Cache,
     Mamba3DoubleSsdCache,
@@ -22,7 +15,10 @@ from anymamba.nn.cache import (
 )
 from anymamba.nn.mamba2 import with_chunk_size
 from anymamba.nn.norm import RMSNorm, RMSNormGated
+from anymamba.nn.options import check_scan_options, reject_unknown
+from anymamba.nn.plain import is_plain, project
 from anymamba.nn.rotation import Rotation
+from anymamba.nn.step_bias import InverseSoftplus
 from anymamba.ops import (
     A_ACTIVATIONS,
     PATHWAYS,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.errors import ConfigError
-from anymamba.nn.block import project
+from anymamba.nn.plain import project
 from anymamba.ops import gated_product
 
 __all__ = ["GatedMLP"]

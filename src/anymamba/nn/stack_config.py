@@ -1,8 +1,7 @@
 """The configuration of a stack: its layers, how they are joined, what is inserted, what trains."""
 
-import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,11 +12,12 @@ from anymamba.nn.horizon import cut_of
 from anymamba.nn.mamba1 import Mamba
 from anymamba.nn.mamba2 import Mamba2
 from anymamba.nn.mamba3 import Mamba3
+from anymamba.nn.options import nearest
 from anymamba.nn.registers import RegisterConfig
 from anymamba.nn.residual import ResidualConfig
 from anymamba.nn.schedule import MOST_LAYERS, VirtualLayers
 
-__all__ = ["MIXERS", "LayerSpec", "StackConfig", "check_options", "nearest"]
+__all__ = ["MIXERS", "LayerSpec", "StackConfig", "check_options"]
 
 MIXERS: dict[str, type] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
 KINDS: dict[str, type] = {**MIXERS, "MHA": MHA}
@@ -228,9 +228,3 @@ def check_options(where: str, what: str, options: dict[str, Any], block: type) -
         # Python takes every word for true, "false" included.
         if isinstance(parameters[name].default, bool) and isinstance(value, str):
             raise ConfigError(f"{where}: {what}: {name} must be true or false; got {value!r}.")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.nn.block import Block, is_plain
+from anymamba.nn.block import Block
 from anymamba.nn.norm import RMSNorm
+from anymamba.nn.plain import is_plain
 from anymamba.ops import add_layer_norm, add_rms_norm
 
 __all__ = ["Layer", "Mix", "add_norm"]

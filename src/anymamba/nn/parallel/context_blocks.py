@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.errors import BackendError, ShapeError
-from anymamba.nn.block import Block, project
+from anymamba.nn.block import Block
 from anymamba.nn.cache import (
     Mamba1Cache,
     Mamba2Cache,
@@ -34,6 +34,7 @@ from anymamba.nn.mamba2 import Mamba2, with_chunk_size
 from anymamba.nn.mamba3 import Mamba3
 from anymamba.nn.parallel.ring import ANGLES, QUATERNIONS, SCALES, Ring
 from anymamba.nn.parallel.shard import Shard
+from anymamba.nn.plain import project
 from anymamba.ops import (
     SsdPath,
     TrapezoidState,
