@@ -19,8 +19,6 @@ from anymamba.nn import StackConfig
 from groups import GROUPS, Group
 from reset_models import READ, held_vector, raw_angle, solve
 
-__all__ = ["BLOCK", "WIDTH", "build_a5", "icosahedral", "model_of", "multiply"]
-
 # The block of the original study; its rotation is chosen beside it.
 BLOCK = {"d_state": 16, "headdim": 8, "expand": 2}
 WIDTH = 32
@@ -32,7 +30,6 @@ def model_of(
     rotation: str,
     has_mlp: bool,
     d_model: int = WIDTH,
-    n_layer: int = 1,
     block: dict[str, Any] | None = None,
 ) -> am.LatentModel:
     """Return an untrained model: symbols in, an element of the group out, at every place.
@@ -40,10 +37,9 @@ def model_of(
     Args:
         group: whose elements are the classes.
         rotation: "complex" or "quaternion".
-        has_mlp: whether a gated MLP follows each block.
+        has_mlp: whether a gated MLP follows the block.
         d_model: width of the stream.
-        n_layer: number of blocks.
-        block: sizes of a block; those of the original study by default.
+        block: its sizes; those of the original study by default.
     """
     options = {
         "layer": "Mamba3",
@@ -55,7 +51,7 @@ def model_of(
         **(block or BLOCK),
     }
     stack = StackConfig(
-        d_model=d_model, n_layer=n_layer, ssm_cfg=options, d_intermediate=128 if has_mlp else 0
+        d_model=d_model, n_layer=1, ssm_cfg=options, d_intermediate=128 if has_mlp else 0
     )
     return am.LatentModel(
         LatentConfig(d_input=3, d_output=len(group.elements), stack=stack, task="classification")

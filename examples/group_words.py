@@ -27,7 +27,9 @@ from anymamba.train import cosine_factor
 from group_models import BLOCK, WIDTH, model_of
 from groups import EVAL_SEED, GROUPS, REFERENCE, TRAIN_SEED, Group
 from picture import draw_curves
-from study import LARGE_STEPS, Run, Schedule, Study, flags, ranged, seeded, table, train
+from report import ranged, table
+from study import Study, flags
+from training import LARGE_STEPS, Run, Schedule, seeded, train
 
 SEEDS = (0, 1, 2)
 ROTATIONS = ("complex", "quaternion")
@@ -70,28 +72,52 @@ TURNING = Setting(
 )
 
 
+SETTINGS = {setting.name: setting for setting in (ORIGINAL, FRESH, TURNING)}
+
+Curves = dict[
+    str, dict[str, dict[float, list[float]]]
+]  # by panel, rotation and depth: of each seed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the table, print it and draw it."""
-    options = flags(__doc__ or "").parse_args(arguments)
-    study = Study("group_words", options)
-    curves: dict[str, dict[str, dict[float, list[float]]]] = {}
-    for seed in SEEDS[:1] if options.quick else SEEDS:  # everything once before anything twice
+    study = Study("group_words", flags(__doc__ or "").parse_args(arguments))
+    curves, sizes = study.complete(collect)
+    print(table_of(curves, sizes))
+    print(study.time_spent())
+    if curves:
+        draw_curves(
+            study.picture(),
+            {name: {s: curves.get(f"{name}, {s}", {}) for s in SETTINGS} for name in ALL},
+            ("generators so far", "right answers, %"),
+            levels={name: 100 / len(GROUPS[name].elements) for name in ALL},
+            level_name="guessing",
+            border=DEPTH,
+            border_name="longest words of the training",
+        )
+    return 0
+
+
+def collect(study: Study) -> tuple[Curves, dict[tuple[str, str], int]]:
+    """Ask for every cell; return the curves that are there, and the parameters of their models."""
+    curves: Curves = {}
+    sizes: dict[tuple[str, str], int] = {}
+    is_quick = study.options.quick
+    for seed in SEEDS[:1] if is_quick else SEEDS:  # everything once before anything twice
         for setting, name, rotation in cases():
-            steps = 40 if options.quick else max(1, round(setting.steps * options.budget))
+            steps = 40 if is_quick else max(1, round(setting.steps * study.options.budget))
             result = study.cell(
                 f"{name} | {setting.name} | {rotation} | seed {seed}",
                 setting_of(setting, name, rotation, seed, steps),
                 lambda run, how=(setting, GROUPS[name], rotation, seed, steps): learn(run, *how),
             )
             if result is not None:
-                curve = curves.setdefault(f"{name}, {setting.name}", {}).setdefault(rotation, {})
+                panel = f"{name}, {setting.name}"
+                sizes[panel, rotation] = result["parameters"]
+                curve = curves.setdefault(panel, {}).setdefault(rotation, {})
                 for depth, value in enumerate(result["accuracy"]):
                     curve.setdefault(depth, []).append(value)
-    print(table_of(curves))
-    print(study.time_spent())
-    if curves:
-        draw_curves(study.picture(), curves, "generators so far", "right answers, %")
-    return 0
+    return curves, sizes
 
 
 def setting_of(
@@ -106,7 +132,7 @@ def setting_of(
 
 def cases() -> Iterator[tuple[Setting, str, str]]:
     """Yield setting, group and rotation of every curve."""
-    for setting in (ORIGINAL, FRESH, TURNING):
+    for setting in SETTINGS.values():
         for name, rotation in itertools.product(setting.groups, ROTATIONS):
             yield setting, name, rotation
 
@@ -164,18 +190,18 @@ def accuracies(model: nn.Module, group: Group, words: Tensor) -> list[float]:
     return (100 * right.double().mean(0)).tolist()
 
 
-def table_of(curves: dict[str, dict[str, dict[float, list[float]]]]) -> str:
+def table_of(curves: Curves, sizes: dict[tuple[str, str], int]) -> str:
     """Return the table in Markdown: right answers in percent at some depths, over seeds."""
     depths = (3, 6, 9, DEPTH, DEPTH + 4, 2 * DEPTH)
-    heads = ["words", "rotation", *(f"depth {depth}" for depth in depths), "seeds"]
-    return table(
-        heads,
-        (
-            [panel, rotation, *(ranged(points[depth]) for depth in depths), str(len(points[0]))]
-            for panel, rotations in curves.items()
-            for rotation, points in rotations.items()
-        ),
-    )
+    heads = ["words", "rotation", "parameters", *(f"depth {depth}" for depth in depths)]
+    rows = []
+    for panel, rotations in curves.items():
+        for rotation, points in rotations.items():
+            lowest = min(value for seeds in points.values() for value in seeds)
+            found = [ranged(points[depth]) for depth in depths]
+            size = f"{sizes[panel, rotation]:,}"
+            rows.append([panel, rotation, size, *found, f"{lowest:.1f}", str(len(points[0]))])
+    return table([*heads, "lowest of all depths", "seeds"], rows)
 
 
 if __name__ == "__main__":

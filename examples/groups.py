@@ -17,8 +17,6 @@ from torch import Tensor
 
 from splitmix import SplitMix64
 
-__all__ = ["EVAL_SEED", "GROUPS", "REFERENCE", "TRAIN_SEED", "Group", "Permutation"]
-
 Permutation = tuple[int, ...]
 
 TRAIN_SEED, EVAL_SEED = 0xC0FFEE, 0xBEEF

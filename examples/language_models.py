@@ -1,6 +1,6 @@
 """Mamba-1, 2, 3 and 3 MIMO of equal size on the same text: bits per byte, speed, memory.
 
-    python examples/language_models.py --only seed    # train: an hour on one core
+    python examples/language_models.py --only seed    # train: 25 minutes of one core
     python examples/language_models.py --only cost    # speed and memory: a minute, idle machine
     python examples/language_models.py --quick        # all of it in small: two minutes
 
@@ -21,8 +21,10 @@ import torch
 import anymamba as am
 from anymamba.bench import peak_bytes
 from anymamba.train import Recipe, Trainer, compare_run, load_recipe
-from picture import COLOURS, new_figure, save
-from study import LARGE_STEPS, Run, Study, flags, ranged, spread, table
+from picture import draw_bars
+from report import ranged, table
+from study import Study, flags
+from training import LARGE_STEPS, Run
 
 SEEDS = (0, 1, 2)
 RATES = (2e-3, 4e-3, 8e-3)
@@ -50,14 +52,27 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+Bits = dict[str, list[float]]  # per byte, of each seed, by model
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Choose the rates, train, measure, print and draw."""
-    options = flags(__doc__ or "").parse_args(arguments)
-    study = Study("language_models", options)
-    steps = QUICK_STEPS if options.quick else max(10, round(STEPS * options.budget))
-    bits: dict[str, list[float]] = {name: [] for name in MODELS}
+    study = Study("language_models", flags(__doc__ or "").parse_args(arguments))
+    bits, counted, costs = study.complete(collect)
+    print(table_of(bits, counted, costs))
+    print(study.time_spent())
+    if all(bits.values()) and costs is not None:
+        draw(study, bits, counted, costs)
+    return 0
+
+
+def collect(study: Study) -> tuple[Bits, list[float], dict[str, Any] | None]:
+    """Ask for every cell; return what is there: of the models, of the 5-gram, and the costs."""
+    is_quick = study.options.quick
+    steps = QUICK_STEPS if is_quick else max(10, round(STEPS * study.options.budget))
+    bits: Bits = {name: [] for name in MODELS}
     counted: dict[int, float] = {}
-    for seed in SEEDS[:1] if options.quick else SEEDS:
+    for seed in SEEDS[:1] if is_quick else SEEDS:
         for name in MODELS:
             rate = chosen_rate(study, name, steps)
             result = None if rate is None else trained(study, name, rate, seed, steps)
@@ -65,11 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bits[name].append(result["bits_per_byte"])
                 counted[seed] = result["five_gram"]
     costs = study.cell("cost", cost_setting(), lambda run: measure_costs(), threads=None)
-    print(table_of(bits, list(counted.values()), costs))
-    print(study.time_spent())
-    if all(bits.values()) and costs is not None:
-        draw(study, bits, statistics.fmean(counted.values()), costs)
-    return 0
+    return bits, list(counted.values()), costs
 
 
 def chosen_rate(study: Study, name: str, steps: int) -> float | None:
@@ -223,33 +234,26 @@ def cost_of(cost: dict[str, float]) -> list[str]:
     ]
 
 
-def draw(study: Study, bits: dict[str, list[float]], counted: float, costs: dict[str, Any]) -> None:
+def draw(study: Study, bits: Bits, counted: list[float], costs: dict[str, Any]) -> None:
     """Draw quality, speed of training, memory of training and the state, side by side."""
-    figure = new_figure(10, 3.8)
-    panels = figure.subplots(1, 4)
-    colours = COLOURS[: len(MODELS)]
-    for (name, seeds), colour in zip(bits.items(), colours, strict=True):
-        mean, below, above = spread(seeds)
-        panels[0].errorbar([name], [mean], [[below], [above]], fmt="o", capsize=4, color=colour)
-    panels[0].axhline(counted, color="black", linestyle="dashed", linewidth=1)
-    panels[0].annotate("5-gram", (0, counted), (0, 3), textcoords="offset points")
-    panels[0].margins(0.15)
-    panels[0].set_title("bits per byte, held out")
-    for panel, key, unit, title in (
-        (panels[1], "trained_tokens_per_second", 1e3, "training, 1000 tokens/s"),
-        (panels[2], "training_peak_bytes", 2**20, "training step, peak MiB"),
-        (panels[3], "state_bytes", 2**10, "state of a sequence, KiB"),
-    ):
-        panel.bar(list(MODELS), [costs[name][key] / unit for name in MODELS], color=colours)
-        panel.set_title(title)
-    for panel in panels:
-        panel.tick_params(axis="x", rotation=40)
-        panel.title.set_size(10)
-        for label in panel.get_xticklabels():
-            label.set_ha("right")
-        panel.grid(axis="y", linewidth=0.3)
-        panel.set_axisbelow(True)
-    save(figure, study.picture())
+    cost = {
+        "training speed": ("1000 tokens/s", "trained_tokens_per_second", 1e3),
+        "memory of a training step": ("peak, MiB", "training_peak_bytes", 2**20),
+        "state": ("KiB of a sequence", "state_bytes", 2**10),
+    }
+    draw_bars(
+        study.picture(),
+        {
+            "quality": bits,
+            **{
+                title: {name: [costs[name][key] / unit] for name in MODELS}
+                for title, (_, key, unit) in cost.items()
+            },
+        },
+        {"quality": "bits per byte, held out", **{title: c[0] for title, c in cost.items()}},
+        lines={"quality": ("5-gram", counted)},
+        without_zero=("quality",),
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from anymamba.train import cosine_factor
 from picture import COLOURS, new_figure, save
+from report import table
 from reset_limits import (
     LIMIT_SEED,
     TABLE_SEED,
@@ -32,7 +34,8 @@ from reset_limits import (
 )
 from reset_models import model_of
 from reset_tasks import EVAL_SEED, MIXED, TASKS, TRAIN_SEED, Task, batch_of
-from study import Run, Schedule, Study, flags, seeded, spread, table, train
+from study import Study, flags
+from training import Run, Schedule, seeded, train
 
 # The landscape of 62 parameters has dead ends: more seeds say how often a run falls into one. Other
 # runs rest at 92 % of the random words, all others right, and leave that plateau slowly.
@@ -53,17 +56,16 @@ class Contender:
     task: str
     name: str
     options: dict[str, Any]
-    is_ablation: bool
 
 
 Scores = dict[int, dict[str, float]]  # accuracy by seed and family
 
 CONTENDERS = (
-    Contender("reset-majority", "Mamba-2", {}, False),
-    Contender("reset-rotor", "Mamba-3, complex", {}, False),
-    Contender("reset-spinor", "Mamba-3, quaternion", {}, False),
-    Contender("reset-rotor", "Mamba-3, no rotation", {"rope_fraction": 0.0}, True),
-    Contender("reset-spinor", "Mamba-3, complex", {"rotation": "complex"}, True),
+    Contender("reset-majority", "Mamba-2", {}),
+    Contender("reset-rotor", "Mamba-3, complex", {}),
+    Contender("reset-spinor", "Mamba-3, quaternion", {}),
+    Contender("reset-rotor", "Mamba-3, no rotation", {"rope_fraction": 0.0}),
+    Contender("reset-spinor", "Mamba-3, complex", {"rotation": "complex"}),
 )
 LIMITS = {
     "reset-majority": ("table of symbols", symbol_alone),
@@ -74,13 +76,21 @@ LIMITS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the table, draw it and print it."""
-    options = flags(__doc__ or "").parse_args(arguments)
-    study = Study("reset", options)
+    study = Study("reset", flags(__doc__ or "").parse_args(arguments))
+    scores = study.complete(collect)
+    print(table_of(scores))
+    print(study.time_spent())
+    draw(study, scores)
+    return 0
+
+
+def collect(study: Study) -> dict[Contender, Scores]:
+    """Ask for every cell; return the accuracies that are there."""
     scores: dict[Contender, Scores] = {}
     for contender in CONTENDERS:
-        share = round(EPOCHS[contender.task] * options.budget)
-        epochs = 4 if options.quick else max(1, share)
-        for seed in SEEDS[contender.task][: 1 if options.quick else None]:
+        share = round(EPOCHS[contender.task] * study.options.budget)
+        epochs = 4 if study.options.quick else max(1, share)
+        for seed in SEEDS[contender.task][: 1 if study.options.quick else None]:
             setting = {
                 "task": contender.task,
                 "options": contender.options,
@@ -99,10 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if result is not None:
                 scores.setdefault(contender, {})[seed] = result["test"]
-    print(table_of(scores))
-    print(study.time_spent())
-    draw(study, scores)
-    return 0
+    return scores
 
 
 def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, Any]:
@@ -129,25 +136,11 @@ def learn(run: Run, contender: Contender, seed: int, epochs: int) -> dict[str, A
     schedule = Schedule(
         steps, lambda step: learning_rate(step, steps), 5 * per_epoch, clip=math.inf
     )
-    history = train(
-        run, model, optimiser, schedule, loss_at, lambda step: accuracies(model, held_out)
-    )
+    train(run, model, optimiser, schedule, loss_at, lambda step: accuracies(model, held_out))
     return {
         "test": accuracies(model, batches_by_family(task, TESTED, LIMIT_SEED)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "solved_at_step": solved_at(history, tuple(task.families)),
     }
-
-
-def solved_at(history: list[dict[str, float]], families: tuple[str, ...]) -> float | None:
-    """Return the first step from which on all held-out words were right; None if there is none."""
-    first = None
-    for measures in history:
-        if all(measures[family] == 100 for family in families):
-            first = measures["step"] if first is None else first
-        else:
-            first = None
-    return first
 
 
 def batches_by_family(task: Task, count: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -199,34 +192,33 @@ def table_of(scores: dict[Contender, Scores]) -> str:
 
 def draw(study: Study, scores: dict[Contender, Scores]) -> None:
     """Draw a panel per task: families, a bar per contender, a dot per seed, the limit as a line."""
-    figure = new_figure(10, 4.2)
+    names = list(dict.fromkeys(contender.name for contender in CONTENDERS))
+    figure = new_figure(10, 4.6)
     panels = figure.subplots(1, 3, sharey=True)
     for panel, task in zip(panels, TASKS.values(), strict=True):
         rows = {c: runs for c, runs in scores.items() if c.task == task.name}
         width = 0.8 / max(1, len(rows))
         for place, (contender, runs) in enumerate(rows.items()):
             centres = [group + (place + 0.5) * width - 0.4 for group in range(3)]
-            spreads = [spread([run[family] for run in runs.values()]) for family in task.families]
-            for run in runs.values():
-                panel.plot(centres, list(run.values()), "k.", markersize=4, zorder=3)
-            panel.bar(
-                centres,
-                [s.mean for s in spreads],
-                width * 0.92,
-                yerr=[[s.below for s in spreads], [s.above for s in spreads]],
-                capsize=3,
-                label=contender.name,
-                color=COLOURS[5] if contender.is_ablation else COLOURS[4],
-            )
+            means = [fmean(run[family] for run in runs.values()) for family in task.families]
+            colour = COLOURS[names.index(contender.name)]
+            panel.bar(centres, means, width * 0.92, label=contender.name, color=colour, alpha=0.6)
+            for number, run in enumerate(runs.values()):
+                # Side by side, because many seeds lie at 100 %.
+                aside = width * 0.8 * ((number + 0.5) / len(runs) - 0.5)
+                dots = [centre + aside for centre in centres]
+                label = "a seed" if place == number == 0 else None
+                panel.plot(dots, list(run.values()), "k.", markersize=5, zorder=3, label=label)
         for group, value in enumerate(limits(task).values()):
             label = LIMITS[task.name][0] if group == 0 else None
             panel.hlines(value, group - 0.42, group + 0.42, "black", "dashed", label=label)
         panel.set_title(task.name)
         panel.set_xticks(range(3), list(task.families))
+        panel.set_xlabel("family of words")
         panel.set_ylim(0, 104)
         panel.grid(axis="y", linewidth=0.3)
         panel.set_axisbelow(True)
-        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
     panels[0].set_ylabel("accuracy on test words, %")
     save(figure, study.picture())
 

@@ -14,17 +14,6 @@ from torch import Tensor
 
 from reset_tasks import IGNORE, RESET, Task, Word
 
-__all__ = [
-    "LIMIT_SEED",
-    "accuracy",
-    "counts_since_reset",
-    "interval_limit",
-    "sector_limit",
-    "steps_since_reset",
-    "symbol_alone",
-    "table_limit",
-]
-
 LIMIT_SEED, TABLE_SEED = 0xE7A1, 0x51D3
 Coder = Callable[[Word], list[Hashable]]
 

@@ -14,8 +14,6 @@ from anymamba.models import LatentConfig
 from anymamba.nn import ResidualConfig, StackConfig
 from reset_tasks import TASKS
 
-__all__ = ["build_majority", "build_rotor", "build_spinor", "model_of", "solve"]
-
 # What the block of each task is made of; every head has width 1.
 BLOCKS: dict[str, dict[str, Any]] = {
     "reset-majority": {"layer": "Mamba2", "d_model": 2, "d_state": 1, "d_conv": 1},

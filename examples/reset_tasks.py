@@ -20,17 +20,6 @@ from torch import Tensor
 
 from splitmix import SplitMix64
 
-__all__ = [
-    "EVAL_SEED",
-    "IGNORE",
-    "MIXED",
-    "TASKS",
-    "TRAIN_SEED",
-    "Task",
-    "Word",
-    "batch_of",
-]
-
 LENGTH = 32
 TRAIN_SEED, EVAL_SEED = 0xC0FFEE, 0xBEEF
 MIXED = "mixed"

@@ -4,8 +4,6 @@ Data sets that are made of it are data sets that anybody can make again, without
 torch's own generator, whose numbers belong to a version of torch.
 """
 
-__all__ = ["SplitMix64"]
-
 WORD = (1 << 64) - 1
 
 

@@ -1,6 +1,6 @@
-"""State tracking: which blocks can follow a running state far beyond the training length.
+"""State tracking: which blocks can follow a running state beyond the training length.
 
-    python examples/state_tracking.py                     the whole table, resumable
+    python examples/state_tracking.py                     the whole table, on all cores; resumable
     python examples/state_tracking.py --only parity       one column
     python examples/state_tracking.py --only "Mamba-2"    one row
     python examples/state_tracking.py --quick             a minute, to see it work
@@ -22,9 +22,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import anymamba as am
 from formal_languages import LANGUAGES, UNASKED, Batch, Language
 from picture import draw_bars
+from report import ranged, table
 from standard_rotation import rotate_by_position
-from state_tracking_cells import QUICK, ROWS, TASKS, Row, Size, row_of
-from study import Run, Schedule, Study, flags, positive, ranged, seeded, table, train
+from state_tracking_cells import QUICK, ROWS, TASKS, Lengths, Row, Size, row_of
+from study import Study, flags, positive
+from training import Run, Schedule, seeded, train
+
+Results = dict[str, dict[str, list[dict[str, Any]]]]  # of each seed, by task and row
 
 TEST_LENGTH = 256
 SHORTER = (20, 40, 80, 160)  # lengths at which a finished model is looked at as well
@@ -80,7 +84,7 @@ def after_start(batch: Batch, language: Language) -> Batch:
     return Batch(tokens, torch.cat([torch.full_like(start, UNASKED), batch.answers], 1))
 
 
-def length_at(place: float, longest: int, lengths: str) -> int:
+def length_at(place: float, longest: int, lengths: Lengths) -> int:
     """Return a length between the shortest, at place 0, and the longest, at place 1."""
     if lengths == "even":
         return SHORTEST + round(place * (longest - SHORTEST))
@@ -149,14 +153,12 @@ def train_cell(
     averaged = TASKS[task].averaged
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / averaged))
 
-    def loss_at(step: int) -> Tensor:
-        if step > size.all_steps - (size.again or size.steps) / 2:
+    def average(step: int) -> None:
+        if averaged > 1 and step > size.all_steps - (size.again or size.steps) / 2:
             mean.update_parameters(model)
-        return loss_of(model, task, seed, step, size.steps)
 
     def judged() -> am.MambaLM:
-        has_mean = averaged > 1 and mean.n_averaged > 0
-        return cast("am.MambaLM", mean.module) if has_mean else model
+        return cast("am.MambaLM", mean.module) if mean.n_averaged > 0 else model
 
     def look(_: int) -> dict[str, float]:
         lengths = {"score": TEST_LENGTH, "short": SHORTER[0]}
@@ -171,9 +173,10 @@ def train_cell(
         nn.ModuleList([model, mean]),
         torch.optim.AdamW(model.parameters(), **ADAM, fused=True),
         Schedule(stop_at, rate, max(20, size.steps // 20)),
-        loss_at,
+        lambda step: loss_of(model, task, seed, step, size.steps),
         look,
         enough=lambda measures: is_over(measures, task, size.all_steps),
+        before_step=average,
     )
     result = {
         "loss": round(history[-1]["loss"], 4),
@@ -256,59 +259,65 @@ def results_of(
     return [result for result in results if result is not None]
 
 
-def table_of(scores: dict[str, dict[str, list[float]]]) -> str:
+def collect(study: Study) -> Results:
+    """Ask for every cell; return the results that are there."""
+    options = study.options
+    seeds = range(options.seeds or (1 if options.quick else 3))
+    results: Results = {}
+    for task, column in TASKS.items():
+        steps, again = (round(options.budget * n) for n in (column.size.steps, column.size.again))
+        whole = column.size._replace(steps=max(1, steps), again=again)
+        size = QUICK if options.quick else whole
+        results[task] = {name: results_of(study, task, name, size, seeds) for name in ROWS}
+    return results
+
+
+def table_of(results: Results) -> str:
     """Return the table in Markdown: the mean over seeds, the range, and the paper's number."""
     rows = []
     for name, row in ROWS.items():
         entries = []
-        for task, found in scores.items():
-            text = ranged(found[name], count=True)
+        for task, found in results.items():
+            text = ranged([result["score"] for result in found[name]], count=True)
             entries.append(f"{text}; paper {row.paper[task]:.1f}" if row.paper else text)
         rows.append([name, *entries])
-    return table(["model", *scores], rows)
+    return table(["model", *results], rows)
 
 
-def table_by_length(task: str, found: dict[str, list[dict[str, Any]]]) -> str | None:
-    """Return how the models of a task do at other lengths; None where nobody looked at that."""
+def table_by_length(task: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the sizes of a task's models, their trainings, and how they do at other lengths."""
     rows = []
-    for name, results in found.items():
-        looked_at = [result for result in results if "shorter" in result]
-        if looked_at:
-            shorter = [ranged([r["shorter"][str(n)] for r in looked_at]) for n in SHORTER]
-            rows.append([name, *shorter, ranged([r["score"] for r in looked_at])])
-    heads = [task, *(f"length {n}" for n in (*SHORTER, TEST_LENGTH))]
-    return table(heads, rows) if rows else None
+    for name, every in found.items():
+        if results := [r for r in every if "shorter" in r]:
+            columns = [[r["shorter"][str(n)] for r in results] for n in SHORTER]
+            columns.append([r["score"] for r in results])
+            steps = ", ".join(str(r["steps"]) for r in results)
+            rows.append([name, f"{results[0]['parameters']:,}", steps, *map(ranged, columns)])
+    lengths = (f"length {n}" for n in (*SHORTER, TEST_LENGTH))
+    return table([task, "parameters", "steps of each seed", *lengths], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute what is missing, print the table and draw it."""
     parser = flags(__doc__ or "")
     parser.add_argument("--seeds", type=positive, help="seeds per row and task (3; 1 with --quick)")
-    options = parser.parse_args(arguments)
-    seeds = range(options.seeds or (1 if options.quick else 3))
-    study = Study("state_tracking", options)
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for task, column in TASKS.items():
-        steps, again = (round(options.budget * n) for n in (column.size.steps, column.size.again))
-        whole = column.size._replace(steps=max(1, steps), again=again)
-        size = QUICK if options.quick else whole
-        results[task] = {name: results_of(study, task, name, size, seeds) for name in ROWS}
-    scores = {
-        task: {name: [r["score"] for r in found] for name, found in rows.items()}
-        for task, rows in results.items()
-    }
-    print(table_of(scores))
+    study = Study("state_tracking", parser.parse_args(arguments))
+    results = study.complete(collect)
+    print(table_of(results))
     for task, found in results.items():
-        if (by_length := table_by_length(task, found)) is not None:
-            print(f"\n{by_length}")
+        if any("shorter" in result for every in found.values() for result in every):
+            print(f"\n{table_by_length(task, found)}")
     print(study.time_spent())
     draw_bars(
         study.picture(),
-        scores,
-        "Scaled accuracy at length 256 (%)",
+        {
+            task: {name: [r["score"] for r in found] for name, found in rows.items()}
+            for task, rows in results.items()
+        },
+        dict.fromkeys(results, f"scaled accuracy at length {TEST_LENGTH}, %"),
         marks={
             task: {name: row.paper[task] for name, row in ROWS.items() if row.paper}
-            for task in scores
+            for task in results
         },
         mark_name="the paper",
     )

@@ -4,9 +4,11 @@ A column has a size of its own, and a training: what is trained how long, on whi
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from study import LARGE_STEPS
+from training import LARGE_STEPS
+
+Lengths = Literal["even", "logarithmic"]
 
 
 class Row(NamedTuple):
@@ -20,7 +22,7 @@ class Row(NamedTuple):
 
     ssm_cfg: dict[str, Any]
     paper: dict[str, float] | None = None
-    turns_by: str = "tokens"
+    turns_by: Literal["tokens", "place", "nothing"] = "tokens"
 
 
 class Size(NamedTuple):
@@ -65,7 +67,7 @@ class Task(NamedTuple):
     learning_rates: Sequence[float]
     rope_fraction: float
     turning: dict[str, Any]
-    lengths: str
+    lengths: Lengths
     headdim: int = 32
     grows: tuple[float, float] = (0.25, 0.75)
     falls: float = 0.25

@@ -6,7 +6,7 @@ import torch
 from brackets_by_hand import DEPTHS, TOKEN, brackets_by_hand
 from formal_languages import LANGUAGES, answers_in
 from state_tracking import after_start
-from study import seeded
+from training import seeded
 
 
 def share_right(model, texts):

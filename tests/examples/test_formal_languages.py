@@ -3,7 +3,7 @@
 import pytest
 
 from formal_languages import LANGUAGES, MODULUS, SYMBOLS, UNASKED, answers_in
-from study import seeded
+from training import seeded
 
 
 def text_of(tokens):

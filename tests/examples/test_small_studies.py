@@ -9,7 +9,9 @@ pytestmark = pytest.mark.slow
 
 
 def run_quickly(folder, study, *flags):
-    importlib.import_module(study).main(["--quick", "--results", str(folder), *flags])
+    # One process, whose output pytest sees, unless a test wants more.
+    main = importlib.import_module(study).main
+    main(["--quick", "--results", str(folder), "--jobs", "1", *flags])
     return json.loads((folder / "quick" / f"{study}.json").read_text())["cells"]
 
 
@@ -42,3 +44,12 @@ def test_two_runs_of_one_seed_agree(study, only, tmp_path):
     assert {key: cell["result"] for key, cell in one.items()} == {
         key: cell["result"] for key, cell in other.items()
     }
+
+
+@pytest.mark.parametrize("study", ["group_words", "language_models"])
+def test_two_processes_find_what_one_finds(study, tmp_path):
+    def results(folder, *flags):
+        cells = run_quickly(tmp_path / folder, study, *flags)
+        return {key: cell["result"] for key, cell in cells.items() if key != "cost"}
+
+    assert results("one") == results("two", "--jobs", "2")

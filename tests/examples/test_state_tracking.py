@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import anymamba as am
 import state_tracking
+import training
 from anymamba.errors import BackendError
 from formal_languages import LANGUAGES, UNASKED
 from kernels import NATIVE
@@ -31,8 +33,9 @@ from state_tracking import (
     row_of,
     score,
     table_by_length,
+    train_cell,
 )
-from study import seeded
+from training import seeded
 
 
 def test_the_curriculum_grows_from_short_to_long():
@@ -221,13 +224,54 @@ def test_every_row_of_the_paper_has_its_three_numbers():
     assert all(set(row.paper) == set(TASKS) for row in ROWS.values() if row.paper)
 
 
-def test_lengths_are_shown_where_they_were_looked_at():
+def test_sizes_steps_and_lengths_are_shown():
     shorter = {str(length): 50.0 for length in SHORTER}
-    found = {"Mamba-3": [{"score": 7.0, "shorter": shorter}], "Mamba-2": [{"score": 1.0}]}
-    lines = table_by_length("brackets", found).splitlines()
+    results = [
+        {"score": 10.0 * seed, "shorter": shorter, "steps": steps, "parameters": 1234}
+        for seed, steps in enumerate([900, 2000])
+    ]
+    lines = table_by_length("brackets", {"Mamba-3": results, "Mamba-2": []}).splitlines()
     assert len(lines) == 3
-    assert lines[-1].startswith("| Mamba-3 | 50.0 (50.0 to 50.0) |")
-    assert lines[-1].endswith("| 7.0 (7.0 to 7.0) |")
+    assert lines[-1].startswith("| Mamba-3 | 1,234 | 900, 2000 | 50.0 (50.0 to 50.0) |")
+    assert lines[-1].endswith("| 5.0 (0.0 to 10.0) |")
+
+
+class Interrupted(Exception):
+    """Stands for a power cut."""
+
+
+def test_an_interrupted_training_ends_as_one_in_a_single_go(tmp_path, monkeypatch):
+    """The mean of the last weights, which is judged, is part of what is kept."""
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    size, row = Size(layers=1, width=16, steps=12, tested=64), row_of("Mamba-3", "arithmetic")
+
+    def learn(name):
+        run = training.Run(name, {}, tmp_path / f"{name}.pt")
+        return train_cell(run, "arithmetic", row, size, 0, 1e-3, size.steps)
+
+    means = []
+    update = AveragedModel.update_parameters
+    monkeypatch.setattr(
+        AveragedModel,
+        "update_parameters",
+        lambda mean, model: means.append(update(mean, model) or mean.state_dict()),
+    )
+    expected, kept = learn("whole"), means.copy()
+    real = state_tracking.loss_of
+
+    def cut(model, task, seed, step, steps):
+        if step == 9:
+            raise Interrupted
+        return real(model, task, seed, step, steps)
+
+    means.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(state_tracking, "loss_of", cut)
+        with pytest.raises(Interrupted):
+            learn("cut")
+    assert learn("cut") == expected
+    assert len(kept) == 5
+    assert all(torch.equal(value, means[-1][name]) for name, value in kept[-1].items())
 
 
 @pytest.mark.slow
@@ -236,14 +280,14 @@ def test_the_short_form_runs_resumes_and_repeats(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(state_tracking, "ROWS", {n: ROWS[n] for n in ("Mamba-3", "Mamba-2")})
     cells = []
     for folder in ("first", "second"):
-        main(["--quick", "--results", str(tmp_path / folder)])
+        main(["--quick", "--jobs", "1", "--results", str(tmp_path / folder)])
         file = tmp_path / folder / "quick" / "state_tracking.json"
         assert (tmp_path / folder / "quick" / "state_tracking.png").stat().st_size > 10_000
         stored = json.loads(file.read_text())["cells"]
         cells.append({key: cell["result"] for key, cell in stored.items()})
     assert cells[0] == cells[1]
     capsys.readouterr()
-    main(["--quick", "--results", str(tmp_path / "first")])
+    main(["--quick", "--jobs", "1", "--results", str(tmp_path / "first")])
     printed = capsys.readouterr().out
     assert "starts" not in printed
     assert "| Mamba-3 |" in printed
