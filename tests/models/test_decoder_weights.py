@@ -256,6 +256,38 @@ def test_other_stacks_run_as_modules(name):
             lm.step(ids_b, cache, impl="native")
 
 
+GATED_NORMS = {
+    "groups of two heads": ("group_size", 12),
+    "one group": ("group_size", None),
+    "the gate first": ("norm_before_gate", False),
+}
+
+
+@pytest.mark.parametrize("name", ["mamba3 whole softplus", "mamba3 rank 4 normed"])
+@pytest.mark.parametrize("change", GATED_NORMS)
+def test_other_gated_norms_of_mamba3_run_as_modules(change, name):
+    """The kernel norms each head before its gate; what is asked to do otherwise is not forced."""
+    lm = run_once(model(name))
+    setattr(lm.backbone.layers[1].mixer.norm, *GATED_NORMS[change])
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+    with torch.no_grad():
+        want = lm.step(ids_b, cache, impl="portable").logits
+    with pytest.raises(BackendError, match="the gated norm of Mamba3 must have group"):
+        lm.step_(ids_b, cache.clone(), impl="native")
+    assert torch.equal(lm.step_(ids_b, cache), want)
+
+
+def test_a_gated_norm_whose_groups_do_not_fit_is_refused():
+    """The kernel walks from group to group, and a last one would reach behind the channels."""
+    lm = run_once(model("mamba2"))
+    cache = used_cache(lm, 2)
+    lm.backbone.layers[0].mixer.norm.group_size = 7
+    with pytest.raises(BackendError, match="group_size of RMSNormGated must divide 24"):
+        lm.step_(tokens(2), cache, impl="native")
+    with pytest.raises(ConfigError, match="group_size"):
+        lm.step_(tokens(2), cache)
+
+
 def test_float64_runs_as_modules():
     """The decoder computes in float32 and lowers nobody's precision."""
     lm = model("mamba1").double()

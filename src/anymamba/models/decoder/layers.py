@@ -51,15 +51,17 @@ def _convolution(weights: Weights, mixer: Any, out: decode.Layer, channels: int)
     out.conv_width = mixer.d_conv
 
 
-def _gate_norm(weights: Weights, mixer: Any, out: decode.Layer, width: int, size: int) -> None:
+def _gate_norm(weights: Weights, mixer: Any, out: decode.Layer, width: int) -> None:
     norm = weights.module(mixer, "norm", RMSNormGated)
     out.gate_norm = decode.Norm(
         weight=weights.vector(norm, "weight", (width,)),
         eps=weights.option(norm, "eps"),
         kind=decode.NormKind.RMS,
     )
-    out.gate_group = weights.option(norm, "group_size") or size
+    out.gate_group = group = weights.option(norm, "group_size") or width
     out.norm_before_gate = weights.option(norm, "norm_before_gate")
+    if group < 1 or width % group:
+        raise NotServed(f"group_size of RMSNormGated must divide {width}, and is {group}")
 
 
 def _mamba1(weights: Weights, mixer: Mamba, out: decode.Layer, width: int) -> None:
@@ -99,7 +101,7 @@ def _mamba2(weights: Weights, mixer: Mamba2, out: decode.Layer, width: int) -> N
     out.skip = weights.vector(mixer, "D", (mixer.d_ssm,) if mixer.D_has_hdim else heads)
     out.dt_bias = weights.vector(mixer, "dt_bias", heads)
     if mixer.rmsnorm:
-        _gate_norm(weights, mixer, out, mixer.d_ssm, mixer.d_ssm)
+        _gate_norm(weights, mixer, out, mixer.d_ssm)
 
 
 def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer, width: int) -> None:
@@ -124,7 +126,13 @@ def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer, width: int) -> N
         for name in ("mimo_x", "mimo_z", "mimo_o"):
             setattr(out, name, weights.vector(mixer, name, values))
     if mixer.is_outproj_norm:
-        _gate_norm(weights, mixer, out, mixer.d_inner, mixer.headdim)
+        _gate_norm(weights, mixer, out, mixer.d_inner)
+        # The kernel finishes one head after the other, whatever the two fields say.
+        if out.gate_group != mixer.headdim or not out.norm_before_gate:
+            raise NotServed(
+                f"the gated norm of Mamba3 must have group_size={mixer.headdim}, a head, and "
+                "norm_before_gate=True"
+            )
     turn = weights.option(mixer, "rotation")
     if type(turn) is not Rotation:
         raise NotServed(f"the rotation is a {type(turn).__name__}, which may turn by other rules")
