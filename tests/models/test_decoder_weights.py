@@ -87,6 +87,44 @@ def test_a_changed_model_decodes_with_its_new_weights(change):
     assert_current(lm)
 
 
+ROTATIONS = {"range": 0.25, "pairing": "half_split", "width": 0}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_a_changed_rotation_is_noticed(name):
+    """It is no module, but its attributes are numbers of the program like those of modules."""
+    lm = run_once(model("mamba3"))
+    setattr(lm.backbone.layers[0].mixer.rotation, name, ROTATIONS[name])
+    assert_current(lm)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mamba3", {"angles": 9}),
+        ("mamba3", {"kind": "quaternion"}),
+        ("mamba3 quaternion", {"blocks": 9}),
+    ],
+)
+def test_a_rotation_of_other_sizes_is_refused(name, change):
+    """The kernel reads as many channels as the rotation says, so they must be there."""
+    lm = run_once(model(name))
+    for mixer in (layer.mixer for layer in lm.backbone.layers):
+        vars(mixer.rotation).update(change)
+    with pytest.raises(BackendError, match="channels of the rotation"):
+        lm.step_(tokens(2), lm.empty_cache(2), impl="native")
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("mamba2", "rmsnorm"), ("mamba3 whole softplus", "is_outproj_norm")]
+)
+def test_a_norm_that_is_left_out_is_noticed(name, flag):
+    """The modules ask at every token, and so must the decoder."""
+    lm = run_once(model(name))
+    setattr(lm.backbone.layers[0].mixer, flag, False)
+    assert_current(lm)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3 rank 2"])
 def test_training_reaches_every_copy(name, fused):

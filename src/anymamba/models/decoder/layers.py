@@ -100,7 +100,7 @@ def _mamba2(weights: Weights, mixer: Mamba2, out: decode.Layer, width: int) -> N
     out.a = weights.vector(mixer, "A_log", heads, lambda a_log: -a_log.exp())
     out.skip = weights.vector(mixer, "D", (mixer.d_ssm,) if mixer.D_has_hdim else heads)
     out.dt_bias = weights.vector(mixer, "dt_bias", heads)
-    if mixer.rmsnorm:
+    if weights.option(mixer, "rmsnorm"):
         _gate_norm(weights, mixer, out, mixer.d_ssm)
 
 
@@ -125,7 +125,7 @@ def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer, width: int) -> N
         values = (mixer.nheads, mixer.mimo_rank, mixer.headdim)
         for name in ("mimo_x", "mimo_z", "mimo_o"):
             setattr(out, name, weights.vector(mixer, name, values))
-    if mixer.is_outproj_norm:
+    if weights.option(mixer, "is_outproj_norm"):
         _gate_norm(weights, mixer, out, mixer.d_inner)
         # The kernel finishes one head after the other, whatever the two fields say.
         if out.gate_group != mixer.headdim or not out.norm_before_gate:
@@ -133,13 +133,22 @@ def _mamba3(weights: Weights, mixer: Mamba3, out: decode.Layer, width: int) -> N
                 f"the gated norm of Mamba3 must have group_size={mixer.headdim}, a head, and "
                 "norm_before_gate=True"
             )
+    _rotation(weights, mixer, out)
+
+
+def _rotation(weights: Weights, mixer: Mamba3, out: decode.Layer) -> None:
     turn = weights.option(mixer, "rotation")
     if type(turn) is not Rotation:
         raise NotServed(f"the rotation is a {type(turn).__name__}, which may turn by other rules")
-    is_complex = turn.kind == "complex"
-    kind = "QUATERNION" if not is_complex else turn.pairing.upper()
-    out.rotation = decode.RotationKind[kind]
-    out.turns = turn.angles if is_complex else turn.blocks
-    out.is_turned = turn.width > 0
-    out.turn_scale = turn.range * math.pi
+    is_complex = weights.option(turn, "kind") == "complex"
+    pairing = weights.option(turn, "pairing")
+    out.rotation = decode.RotationKind[pairing.upper() if is_complex else "QUATERNION"]
+    out.turns = weights.option(turn, "angles" if is_complex else "blocks")
+    channels = out.turns if is_complex else 3 * mixer.nheads * out.turns
+    if channels != mixer.split_sizes[-1]:
+        raise NotServed(
+            f"there must be {mixer.split_sizes[-1]} channels of the rotation, and it has {channels}"
+        )
+    out.is_turned = weights.option(turn, "width") > 0
+    out.turn_scale = weights.option(turn, "range") * math.pi
     out.turn_floor = div_eps(torch.float32)

@@ -104,10 +104,10 @@ class Weights:
         self._watch(parent._modules, name, found)
         return found
 
-    def option(self, module: nn.Module, name: str) -> Any:
-        """Return a plain attribute that became a number of the program."""
-        value = vars(module)[name]
-        self._watch(vars(module), name, value)
+    def option(self, owner: object, name: str) -> Any:
+        """Return a plain attribute, of a module or its rotation, that the program depends on."""
+        value = vars(owner)[name]
+        self._watch(vars(owner), name, value)
         return value
 
     def matrix(self, parent: nn.Module, name: str, rows: int | None, columns: int) -> decode.Matrix:
