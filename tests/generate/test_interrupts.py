@@ -1,4 +1,4 @@
-"""A stream that is interrupted at any line goes on as if nothing had happened."""
+"""Streams and single tokens that are interrupted at any line go on as if nothing had happened."""
 
 import sys
 from pathlib import Path
@@ -9,12 +9,14 @@ import torch
 import anymamba
 from anymamba.generate import generate_detailed, stream
 from anymamba.settings import override
-from decoder_cases import model
+from decoder_cases import model, used_cache
 
 PACKAGE = Path(anymamba.__file__).parent
 # Below these nothing is kept between two tokens.
 PARTS = ("generate", "models/lm.py", "models/inputs.py", "models/decoder", "ops/choose")
 WHERE = tuple(str(PACKAGE / part) for part in PARTS)
+# The blocks compute a new state and write nothing: who writes is `assign_`.
+STEP_WHERE = tuple(str(PACKAGE / part) for part in (*PARTS, "nn/cache_methods.py"))
 HOW = {"temperature": 1.0, "seed": 3, "max_new_tokens": 4}
 OPTIONS = {
     "greedy": {"max_new_tokens": 4},
@@ -35,10 +37,10 @@ OPTIONS = {
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one of the lines of generation that run inside a `with`."""
+    """Raises KeyboardInterrupt at one of the lines of certain files that run inside a `with`."""
 
-    def __init__(self, at):
-        self.left = at
+    def __init__(self, at, where=WHERE):
+        self.left, self.where = at, where
 
     def __enter__(self):
         sys.settrace(self.enter)
@@ -47,7 +49,7 @@ class Interrupter:
         sys.settrace(None)
 
     def enter(self, frame, event, _):
-        return self.line if frame.f_code.co_filename.startswith(WHERE) else None
+        return self.line if frame.f_code.co_filename.startswith(self.where) else None
 
     def line(self, frame, event, _):
         if event == "line":
@@ -92,6 +94,40 @@ def test_an_interrupt_at_any_line_changes_nothing(name, native):
             after, known = tokens.cache.to_tensors(), cache.to_tensors()
             assert all((after[name] - known[name]).abs().max() < 1e-5 for name in known), at
     assert at > 50
+
+
+FAMILIES = {
+    "mamba1": torch.float32,
+    "mamba2": torch.bfloat16,
+    "mamba3": torch.float16,
+    "mamba3 quaternion": torch.float32,
+}
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_interrupted_step_leaves_no_state_between_two_tokens(name, native):
+    """All layers and the position are those before the token, or all are those after it."""
+    lm = model(name, FAMILIES[name])
+    ids_b, before = torch.tensor([1, 2]), used_cache(lm, 2)
+    with override(native=native):
+        lm.step_(ids_b, after := before.clone())
+        at, is_through = 0, False
+        while not is_through:
+            at += 1
+            cache, interrupter = before.clone(), Interrupter(at, STEP_WHERE)
+            try:
+                with interrupter:
+                    lm.step_(ids_b, cache)
+            except KeyboardInterrupt:
+                pass
+            is_through = interrupter.left > 0
+            found = cache.to_tensors()
+            is_before = [torch.equal(found[n], x) for n, x in before.to_tensors().items()]
+            is_after = [torch.equal(found[n], x) for n, x in after.to_tensors().items()]
+            assert all(is_before) or all(is_after), at
+    assert all(is_after)
+    assert at > 20
 
 
 def test_a_stop_iteration_of_the_callers_is_an_error():

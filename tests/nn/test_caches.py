@@ -381,6 +381,46 @@ def test_assign_writes_into_its_own_memory(kind):
         cache.assign_(other.rows([0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_assign_converts_and_takes_views(dtype):
+    """Values of another dtype are rounded into the memory that is there, wherever it lies."""
+    other = make("model", dtype)
+    large = make("model", torch.float32).map(lambda x: x.repeat_interleave(2, 0))
+    large.map(lambda x: x[::2]).assign_(other)
+    for name, tensor in large.to_tensors().items():
+        assert torch.equal(tensor[::2], other.to_tensors()[name].to(tensor.dtype)), name
+    with torch.inference_mode():
+        assert_equal(other.to(torch.float32), make("model", torch.float32).assign_(other))
+
+
+def test_gradients_pass_an_assignment():
+    """With gradients enabled the new values keep their history, in every tensor."""
+    cache, leaf = make("model"), make("model").requires_grad_()
+    cache.assign_(leaf.map(lambda x: x * 3))
+    total = sum(x.sum() for x in floats(cache))
+    for grad in torch.autograd.grad(total, floats(leaf)):
+        assert torch.equal(grad, torch.full_like(grad, 3.0))
+
+
+def test_caches_are_assigned_under_vmap():
+    """A mapped function may write into a cache of its own."""
+    x_nbir = torch.randn(3, 2, 6, 4)
+
+    def run(x_bir):
+        cache = Mamba1Cache(x_bir[..., :2].clone(), torch.zeros_like(x_bir))
+        return cache.assign_(Mamba1Cache(x_bir[..., 2:], x_bir)).ssm_bir
+
+    assert torch.equal(torch.vmap(run)(x_nbir), x_nbir)
+
+
+def test_caches_are_assigned_in_a_graph():
+    """A traced assignment is the same."""
+    cache, other = make("model"), make("model").map(lambda x: x * 2)
+    graph = torch.compile(lambda mine, theirs: mine.assign_(theirs), backend="eager")
+    graph(cache, other)
+    assert_equal(other, cache)
+
+
 def test_a_refused_assignment_writes_nothing():
     """All of a model's state is looked at before the first of it is written."""
     cache, before = make("model"), make("model")

@@ -129,7 +129,11 @@ def sanity(self: Any) -> None:
 
 
 def assign_(self: C, other: C) -> C:
-    """Copy another cache's values into this one's memory; returns this cache."""
+    """Copy another cache's values into this one's memory; returns this cache.
+
+    An error or an interrupt leaves all the old values or all the new ones, unless gradients are
+    recorded.
+    """
     mine, theirs = dict(named_tensors(self)), dict(named_tensors(other))
     if type(self) is not type(other) or mine.keys() != theirs.keys():
         raise CacheError(
@@ -153,9 +157,24 @@ def assign_(self: C, other: C) -> C:
                 "cannot be written to. Detach the cache first, or use torch.no_grad()."
             )
     # All checks come first, so that a refused call leaves nothing half written.
-    for name, tensor in mine.items():
-        tensor.copy_(theirs[name])
+    _copy_all([*mine.values()], [theirs[name] for name in mine])
     return self
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy in one call, which Python cannot interrupt; one by one where torch knows only that."""
+    everything = targets + sources
+    one_by_one = (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in everything))
+        or any(type(tensor) is not Tensor for tensor in everything)
+    )
+    if not one_by_one:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def to_tensors(self: Any) -> dict[str, Tensor]:
