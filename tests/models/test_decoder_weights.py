@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from anymamba.errors import BackendError, ConfigError, ShapeError
-from anymamba.generate import generate
+from anymamba.generate import generate, generate_detailed, stream
 from anymamba.models import MambaConfig, MambaLM, native_refusal
-from anymamba.nn import VirtualLayers
+from anymamba.nn import ModelCache, VirtualLayers
 from anymamba.settings import override
 from decoder_cases import model, tokens, used_cache
 from kernels import NATIVE
@@ -21,9 +21,13 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels")
 
 
 def assert_current(lm: MambaLM) -> None:
-    """Assert that the decoder computes with the weights that the model has now."""
-    cache, ids_b = used_cache(lm, 2), tokens(2)
+    """Assert that the decoder computes with the weights that the model has now.
+
+    No prompt is read, after which the decoder would look more closely.
+    """
+    ids_b = tokens(2)
     with torch.no_grad():
+        cache = lm.step(ids_b, lm.empty_cache(2), impl="portable").cache
         want = lm.step(ids_b, cache, impl="portable").logits
     assert_same(want, lm.step_(ids_b, cache, impl="native"))
 
@@ -42,6 +46,12 @@ def train(lm: MambaLM, *, fused: bool = False) -> None:
 
 def merge_lora(lm: MambaLM) -> None:
     weight = lm.backbone.layers[1].mixer.in_proj.weight
+    with torch.no_grad():
+        weight += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1])
+
+
+def merge_step_sizes(lm: MambaLM) -> None:
+    weight = lm.backbone.layers[1].mixer.dt_proj.weight
     with torch.no_grad():
         weight += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1])
 
@@ -87,6 +97,69 @@ def test_a_changed_model_decodes_with_its_new_weights(change):
     assert_current(lm)
 
 
+def merge_through_data(lm: MambaLM) -> None:
+    """Write as adapters are merged: identity, address and version stay what they were."""
+    for parameter in lm.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+def after_a_prompt(lm: MambaLM, cache: ModelCache) -> torch.Tensor:
+    lm.prefill(tokens(1, 3))
+    return lm.step_(tokens(2), cache, impl="native")
+
+
+def under_a_promise(lm: MambaLM, cache: ModelCache) -> torch.Tensor:
+    with lm.unchanged():
+        return lm.step_(tokens(2), cache, impl="native")
+
+
+def generated(lm: MambaLM, cache: ModelCache, **options) -> torch.Tensor:
+    options |= {"max_new_tokens": 5, "cache": cache, "logprobs": True}
+    return torch.tensor(generate_detailed(lm, tokens(2, 1), **options).logprobs)
+
+
+def generated_with_functions(lm: MambaLM, cache: ModelCache) -> torch.Tensor:
+    return generated(lm, cache, stop=lambda ids: False)
+
+
+def streamed(lm: MambaLM, cache: ModelCache) -> torch.Tensor:
+    found = stream(lm, [1], max_new_tokens=5, cache=cache.rows([0]), logprobs=True)
+    return torch.tensor([(token, *found.logprobs[-1:]) for token in found])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [after_a_prompt, under_a_promise, generated, generated_with_functions, streamed],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mamba1", torch.float32),
+        ("mamba1", torch.bfloat16),
+        ("mamba2", torch.float16),
+        ("mamba3 rank 2", torch.bfloat16),
+    ],
+)
+def test_a_merge_that_nobody_counts_is_noticed_where_work_begins(name, dtype, run):
+    """Copies of parameters that were written to through `.data` are made anew."""
+    lm = model(name, dtype)
+    cache = used_cache(lm, 2)
+    run_once(lm)
+    merge_through_data(lm)
+    want = run(copy.deepcopy(lm), cache.clone())
+    assert torch.equal(want, run(lm, cache.clone()))
+
+
+def test_copies_of_not_a_number_are_kept(monkeypatch):
+    """They are compared by their bits: what is no number equals itself."""
+    lm = model("mamba1", torch.bfloat16)
+    lm.backbone.layers[0].mixer.A_log[0] = torch.nan
+    run_once(lm)
+    monkeypatch.setattr("anymamba.models.decoder.decoder._Decoder", None)
+    after_a_prompt(lm, lm.empty_cache(2))
+
+
 ROTATIONS = {"range": 0.25, "pairing": "half_split", "width": 0}
 
 
@@ -122,6 +195,13 @@ def test_a_norm_that_is_left_out_is_noticed(name, flag):
     """The modules ask at every token, and so must the decoder."""
     lm = run_once(model(name))
     setattr(lm.backbone.layers[0].mixer, flag, False)
+    assert_current(lm)
+
+
+def test_an_adapter_merged_into_step_sizes_is_noticed():
+    """The weight of Mamba-1's step sizes is laid out anew, and its copy follows at once."""
+    lm = run_once(model("mamba1"))
+    merge_step_sizes(lm)
     assert_current(lm)
 
 

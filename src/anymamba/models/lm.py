@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anymamba.errors import BackendError
 from anymamba.models.checkpoints import checkpoints_for
 from anymamba.models.config import MambaConfig
-from anymamba.models.decoder import native_refusal, native_step_, unchanged
+from anymamba.models.decoder import doubt_copies, native_refusal, native_step_, unchanged
 from anymamba.models.initialise import initialise
 from anymamba.models.inputs import check_ids, check_way
 from anymamba.models.loss import (
@@ -138,6 +138,9 @@ class MambaLM(nn.Module):
         seq_idx: Tensor | None = None,
     ) -> LmStep:
         """Run a piece of a sequence from a state to a state; returns `(logits, cache)`."""
+        if not torch.compiler.is_compiling():
+            # Behind a prompt come many tokens, and one careful look is nothing beside them.
+            doubt_copies(self)
         how = {"path": path, "impl": impl, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
         return LmStep(project(self.lm_head, hidden_bsd[:, -num_last_tokens:]), new)

@@ -1,5 +1,10 @@
 """A language model as a program of the CPU decoder: compiled once, checked at every token."""
 
-from anymamba.models.decoder.decoder import native_refusal, native_step_, unchanged
+from anymamba.models.decoder.decoder import (
+    doubt_copies,
+    native_refusal,
+    native_step_,
+    unchanged,
+)
 
-__all__ = ["native_refusal", "native_step_", "unchanged"]
+__all__ = ["doubt_copies", "native_refusal", "native_step_", "unchanged"]

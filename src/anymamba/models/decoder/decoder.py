@@ -17,7 +17,7 @@ from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.nn import ModelCache, QuantizedEmbedding
 from anymamba.ops import decode, native_status
 
-__all__ = ["native_refusal", "native_step_", "unchanged"]
+__all__ = ["doubt_copies", "native_refusal", "native_step_", "unchanged"]
 
 _log = logging.getLogger("anymamba.models")
 _log.addHandler(logging.NullHandler())
@@ -70,6 +70,16 @@ class _Decoder:
         )
         self.dtype = lm.lm_head.dtype if hasattr(lm.lm_head, "dtype") else lm.lm_head.weight.dtype
         self._binding: Binding | None = None
+        self.is_doubted = False
+
+    def is_current(self, *, closely: bool) -> bool:
+        """Say whether the model is the one that was compiled, to the bit if looked at closely."""
+        if not self.weights.are_current():
+            return False
+        if (closely or self.is_doubted) and not self.weights.copies_are_true():
+            return False
+        self.is_doubted = False
+        return True
 
     def bound(self, cache: ModelCache, tensors: list[Tensor]) -> Binding:
         """Return the call on this cache's memory."""
@@ -106,6 +116,17 @@ def unchanged(lm: nn.Module) -> Iterator[None]:
         promise.depth -= 1
         if promise.depth == 0:
             _promises.pop(lm, None)
+
+
+def doubt_copies(lm: nn.Module) -> None:
+    """Let the next token compare all that was copied with the parameters, bit by bit.
+
+    Args:
+        lm: a `MambaLM` of which many tokens may follow.
+    """
+    decoder = _decoders.get(lm)
+    if decoder is not None:
+        decoder.is_doubted = True
 
 
 def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None) -> str | None:
@@ -196,7 +217,7 @@ def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
     decoder, promise = _decoders.get(lm), _promises.get(lm)
     if decoder is not None and promise is not None and promise.decoder is decoder:
         return decoder
-    if decoder is None or not decoder.weights.are_current():
+    if decoder is None or not decoder.is_current(closely=promise is not None):
         _decoders.pop(lm, None)
         decoder = _decoders[lm] = _Decoder(lm)
     if promise is not None:
