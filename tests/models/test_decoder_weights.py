@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from anymamba.errors import BackendError, ConfigError, ShapeError
+from anymamba.errors import BackendError, CacheError, ConfigError, ShapeError
 from anymamba.generate import generate, generate_detailed, stream
-from anymamba.models import MambaConfig, MambaLM, native_refusal
+from anymamba.models import MambaConfig, MambaLM, native_refusal, quantize_lm
 from anymamba.nn import ModelCache, VirtualLayers
 from anymamba.settings import override
 from decoder_cases import model, tokens, used_cache
@@ -426,30 +426,58 @@ def test_guards_and_autocast_run_as_modules():
 
 
 MISTAKES = {
-    "an id outside": lambda lm, cache: (torch.tensor([1, 40]), cache, IndexError),
-    "a negative id": lambda lm, cache: (torch.tensor([-1, 0]), cache, IndexError),
-    "too few ids": lambda lm, cache: (tokens(1), cache, ValueError),
-    "a foreign state": lambda lm, cache: (tokens(2), used_cache(model("mamba1"), 2), ValueError),
+    "an id outside": lambda lm, cache: (torch.tensor([1, 40]), cache, ConfigError),
+    "a negative id": lambda lm, cache: (torch.tensor([-1, 0]), cache, ConfigError),
+    "too few ids": lambda lm, cache: (tokens(1), cache, CacheError),
+    "too few layers": lambda lm, cache: (
+        tokens(2),
+        cache._replace(layers=cache.layers[:1]),
+        CacheError,
+    ),
+    "a foreign state": lambda lm, cache: (tokens(2), used_cache(model("mamba1"), 2), CacheError),
     "a narrow state": lambda lm, cache: (
         tokens(2),
         cache._replace(layers=(cache.layers[0], cache.layers[1].rows([0]))),
-        ValueError,
+        CacheError,
     ),
     "no such impl": lambda lm, cache: (tokens(2), cache, ConfigError),
 }
 
 
+@pytest.mark.parametrize("impl", ["auto", "native", "portable"])
+@pytest.mark.parametrize("verb", ["step", "step_", "advance"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_refused_token_leaves_the_state(mistake):
-    """Everything is checked before anything is written."""
+def test_a_refused_token_leaves_the_state(mistake, verb, impl):
+    """Everything is checked before anything is written, and every way names the same mistake."""
     lm = model("mamba2")
     cache = used_cache(lm, 2)
     ids_b, given, error = MISTAKES[mistake](lm, cache)
     before = given.clone()
-    with pytest.raises(error):
-        lm.step_(ids_b, given, impl="fast" if mistake == "no such impl" else "auto")
+    with pytest.raises(error) as caught, torch.no_grad():
+        getattr(lm, verb)(ids_b, given, impl="fast" if mistake == "no such impl" else impl)
+    assert "impl='auto' or" not in str(caught.value)
     for name, tensor in given.to_tensors().items():
         assert torch.equal(tensor, before.to_tensors()[name]), name
+
+
+@pytest.mark.parametrize("impl", ["auto", "native", "portable"])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_a_wrong_id_is_named(scheme, impl):
+    """The message says which row, which id, and which ids there are."""
+    lm = model("mamba2")
+    if scheme is not None:
+        quantize_lm(lm, scheme)
+    with pytest.raises(ConfigError, match=r"must lie in 0\.\.39; row 1 has 40\. Use the tokenizer"):
+        lm.step_(torch.tensor([1, 40]), used_cache(lm, 2), impl=impl)
+
+
+def test_a_token_is_mapped():
+    """Inside of vmap modules run: a mapped tensor has no memory of its own."""
+    lm = model("mamba2")
+    cache, ids_nb = used_cache(lm, 2), tokens(3, 2)
+    with torch.no_grad():
+        want = torch.stack([lm.step(ids_b, cache, impl="portable").logits for ids_b in ids_nb])
+        assert_same(want, torch.vmap(lambda ids_b: lm.step(ids_b, cache).logits)(ids_nb))
 
 
 def test_the_choice_is_logged_once(caplog):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError, DtypeError, ShapeError
+from anymamba.errors import CacheError, ConfigError, DtypeError, ShapeError
 
-__all__ = ["check_ids", "check_way"]
+__all__ = ["check_ids", "check_known", "check_rows", "check_way"]
 
 
 def check_ids(where: str, ids: Tensor, rank: int) -> None:
@@ -28,6 +28,51 @@ def check_ids(where: str, ids: Tensor, rank: int) -> None:
         raise ShapeError(
             f"{where}: token ids must have the axes {axes}, none empty; "
             f"got shape {tuple(ids.shape)}."
+        )
+
+
+def check_known(where: str, ids_b: Tensor, entries: int) -> None:
+    """Refuse ids that the embedding does not have.
+
+    On the CPU, where torch would only say that an index is out of range; elsewhere, and where ids
+    are symbols of a trace or a transform, looking at them would cost more than it tells.
+
+    Args:
+        where: who was called.
+        ids_b: one id per row.
+        entries: rows of the embedding.
+
+    Raises:
+        ConfigError: an id lies outside.
+    """
+    if type(ids_b) is not Tensor or ids_b.device.type != "cpu":
+        return
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    ids = ids_b.tolist()
+    if min(ids) < 0 or max(ids) >= entries:
+        row, worst = next((r, i) for r, i in enumerate(ids) if not 0 <= i < entries)
+        raise ConfigError(
+            f"{where}: token ids must lie in 0..{entries - 1}; row {row} has {worst}. "
+            "Use the tokenizer that belongs to the model."
+        )
+
+
+def check_rows(where: str, ids_b: Tensor, rows: int) -> None:
+    """Refuse a state of another number of rows.
+
+    Args:
+        where: who was called.
+        ids_b: one id per row.
+        rows: of the state.
+
+    Raises:
+        CacheError: there must be one row per id.
+    """
+    if ids_b.shape[0] != rows:
+        raise CacheError(
+            f"{where}: the cache must have one row per token id; got {rows} rows and "
+            f"{ids_b.shape[0]} ids. Pick rows with cache.rows([...])."
         )
 
 

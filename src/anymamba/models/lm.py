@@ -11,7 +11,7 @@ from anymamba.models.checkpoints import checkpoints_for
 from anymamba.models.config import MambaConfig
 from anymamba.models.decoder import doubt_copies, native_refusal, native_step_, unchanged
 from anymamba.models.initialise import initialise
-from anymamba.models.inputs import check_ids, check_way
+from anymamba.models.inputs import check_ids, check_known, check_rows, check_way
 from anymamba.models.loss import (
     embed,
     head_loss_sum,
@@ -156,6 +156,8 @@ class MambaLM(nn.Module):
 
         Raises:
             BackendError: `impl="native"` cannot be obeyed.
+            ConfigError: the embedding has no such id.
+            CacheError: the state is not one of this model's, or has other rows than there are ids.
         """
         self._check_token("MambaLM.step", ids_b, cache, impl)
         if impl == "native" and torch.is_grad_enabled():
@@ -170,7 +172,11 @@ class MambaLM(nn.Module):
             logits_bw = native_step_(self, ids_b, new, impl)
             if logits_bw is not None:
                 return LmStep(logits_bw, new)
-        hidden_bd, new = self.backbone.token(self.backbone.embedding(ids_b), cache)
+        embedding = self.backbone.embedding
+        # Whatever was put in its place knows its own ids.
+        if isinstance(embedding, nn.Embedding | QuantizedEmbedding):
+            check_known("MambaLM", ids_b, embedding.num_embeddings)
+        hidden_bd, new = self.backbone.token(embedding(ids_b), cache)
         return LmStep(project(self.lm_head, hidden_bd), new)
 
     @torch.no_grad()
@@ -376,6 +382,7 @@ class MambaLM(nn.Module):
         check_way(where, impl)
         check_ids(where, ids_b, 1)
         self.backbone.check_cache(where, cache, is_needed=True)
+        check_rows(where, ids_b, cache.position_b.shape[0])
 
     @staticmethod
     def _decodes(impl: str) -> bool:

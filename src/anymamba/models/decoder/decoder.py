@@ -14,6 +14,7 @@ from anymamba.errors import BackendError, ShapeError
 from anymamba.models.decoder.layers import layer_of
 from anymamba.models.decoder.states import Binding, tensors_of
 from anymamba.models.decoder.weights import NotServed, Weights
+from anymamba.models.inputs import check_known, check_rows
 from anymamba.nn import ModelCache, QuantizedEmbedding
 from anymamba.ops import decode, native_status
 
@@ -136,11 +137,18 @@ def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None
         lm: a `MambaLM`.
         ids_b: one id per row.
         cache: of this model; not looked at when omitted.
+
+    Raises:
+        ConfigError: the embedding has no such id.
+        CacheError: the state is not one of this model's, or has other rows than there are ids.
     """
     try:
         if cache is None:
             _decoder_of(lm, ids_b)
         else:
+            backbone: Any = lm.backbone
+            backbone.check_cache("native_refusal", cache, is_needed=True)
+            check_rows("native_refusal", ids_b, cache.position_b.shape[0])
             _prepare(lm, ids_b, cache)
     except NotServed as reason:
         return str(reason)
@@ -158,7 +166,7 @@ def native_step_(
     Args:
         lm: a `MambaLM`.
         ids_b: one id per row.
-        cache: of this model; advanced in place.
+        cache: of this model, with as many rows; advanced in place.
         impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
             raises it.
         landing_bw: where the kernel writes the logits; a new tensor by default.
@@ -168,6 +176,8 @@ def native_step_(
 
     Raises:
         BackendError: with impl="native", the reason.
+        ConfigError: the embedding has no such id.
+        CacheError: a state of another family or shape.
         ShapeError: `landing_bw` does not fit.
     """
     try:
@@ -203,11 +213,7 @@ def _prepare(
     lm: nn.Module, ids_b: Tensor, cache: ModelCache
 ) -> tuple[_Decoder, Binding, list[Tensor]]:
     decoder = _decoder_of(lm, ids_b)
-    if ids_b.shape[0] != cache.position_b.shape[0] or len(cache.layers) != len(decoder.mixers):
-        raise NotServed("ids and cache must have the same rows, and the cache the model's layers")
-    ids = ids_b.tolist()
-    if min(ids) < 0 or max(ids) >= decoder.vocabulary:
-        raise NotServed(f"ids must lie in 0..{decoder.vocabulary - 1}")
+    check_known("MambaLM", ids_b, decoder.vocabulary)
     tensors = tensors_of(cache)
     return decoder, decoder.bound(cache, tensors), tensors
 
@@ -230,6 +236,8 @@ def _check_call(ids_b: Tensor) -> None:
         raise NotServed(why_not)
     if type(ids_b) is not Tensor or ids_b.device.type != "cpu":
         raise NotServed("ids must be a plain tensor on the CPU")
+    if torch._C._are_functorch_transforms_active():
+        raise NotServed("a transform of torch.func is at work")
     if torch.is_autocast_enabled("cpu"):
         raise NotServed("autocast is on")
     switches = settings.current()

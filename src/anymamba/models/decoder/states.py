@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.errors import CacheError
 from anymamba.models.decoder.weights import NotServed
 from anymamba.nn import Mamba, Mamba2, ModelCache
 from anymamba.ops import decode
@@ -63,8 +64,12 @@ class Binding:
 
 
 def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
+    # The modules would refuse these too: they are mistakes of the caller's, whoever runs the token.
     if not isinstance(layer, mixer.cache_types):
-        raise NotServed(f"a {type(mixer).__name__} has no state of the type {type(layer).__name__}")
+        raise CacheError(
+            f"MambaLM: a {type(mixer).__name__} has no state of the type {type(layer).__name__}. "
+            "Use empty_cache(batch_size)."
+        )
     wide = (torch.float32,)
     if isinstance(mixer, Mamba):
         _check(layer.conv_bik, (mixer.d_inner, mixer.d_conv), _ACTIVATIONS, rows)
@@ -81,7 +86,10 @@ def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
     is_complex = turn.kind == "complex"
     rotation = layer.rotation.angle_bha if is_complex else layer.rotation.quaternion_bhj4
     if rotation is None:
-        raise NotServed(f"the state must hold {turn.kind} rotations")
+        raise CacheError(
+            f"MambaLM: the state must hold {turn.kind} rotations. It comes from a model with "
+            "another rotation; use empty_cache(batch_size)."
+        )
     shape = (mixer.nheads, turn.angles) if is_complex else (mixer.nheads, turn.blocks, 4)
     _check(rotation, shape, wide, rows)
     return [layer.ssm_bhpr, layer.k_state_bmhr, layer.v_state_bhp, rotation]
@@ -93,11 +101,13 @@ def _check(
     """Refuse what the kernel cannot write to: another shape or dtype, or shared memory."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
         raise NotServed("states must be plain tensors on the CPU that need no gradient")
-    if tuple(tensor.shape) != (rows, *shape) or tensor.dtype not in dtypes:
-        raise NotServed(
-            f"a state must have shape {(rows, *shape)} in {dtypes[0]}, and one has "
-            f"{tuple(tensor.shape)} in {tensor.dtype}"
+    if tuple(tensor.shape) != (rows, *shape):
+        raise CacheError(
+            f"MambaLM: a state must have shape {(rows, *shape)}; got {tuple(tensor.shape)}. The "
+            "first axis is the batch."
         )
+    if tensor.dtype not in dtypes:
+        raise NotServed(f"a state must be {dtypes[0]}, and one is {tensor.dtype}")
     is_apart = rows == 1 or tensor.stride(0) >= math.prod(shape)
     if not tensor[0].is_contiguous() or not is_apart:
         raise NotServed("each row of a state must lie in one piece of memory")
