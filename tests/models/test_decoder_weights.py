@@ -425,6 +425,34 @@ def test_guards_and_autocast_run_as_modules():
     assert native_refusal(lm, tokens(2), cache) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("mamba1", "mixer.dt_proj.weight"), ("mamba2", "mixer.A_log")]
+)
+def test_a_model_made_in_inference_mode_runs_as_modules(name, parameter):
+    """Its copies could not be trusted; `native` says which parameter, and what to do about it."""
+    with torch.inference_mode():
+        lm = model(name)
+        cache, ids_b = used_cache(lm, 2), tokens(2)
+        want = lm.step(ids_b, cache, impl="portable").logits
+        with pytest.raises(BackendError) as caught:
+            lm.step_(ids_b, cache, impl="native")
+        assert torch.equal(lm.step_(ids_b, cache), want)
+    assert f"backbone.layers.0.{parameter} was made in inference mode" in str(caught.value)
+    assert "Make or load the model outside of torch.inference_mode()" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+def test_a_model_made_outside_decodes_in_inference_mode(name):
+    """Compiled inside or outside, it serves both."""
+    lm = model(name)
+    ids_b, cache = tokens(2), used_cache(lm, 2)
+    with torch.inference_mode():
+        inside = lm.step_(ids_b, cache.clone(), impl="native")
+    assert torch.equal(inside, lm.step_(ids_b, cache.clone(), impl="native"))
+    merge_lora(lm)
+    assert_current(lm)
+
+
 MISTAKES = {
     "an id outside": lambda lm, cache: (torch.tensor([1, 40]), cache, ConfigError),
     "a negative id": lambda lm, cache: (torch.tensor([-1, 0]), cache, ConfigError),

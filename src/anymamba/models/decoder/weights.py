@@ -53,6 +53,7 @@ class Weights:
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._parts: list[Any] = []
+        self._paths: dict[nn.Module, str] = {}
         self._hooks: list[Any] = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
         self._attributes: list[dict[str, Any]] = []
         self._read: list[Tensor] = []
@@ -103,7 +104,7 @@ class Weights:
                 f"{name} of {type(parent).__name__} must be a {wanted} without hooks, "
                 f"and is {_described(found)}"
             )
-        self._watch(parent._modules, name, found)
+        self._watch_module(parent, name, found)
         self._hooks += [getattr(found, hooks) for hooks in _HOOKS]
         self._attributes.append(vars(found))
         return found
@@ -111,7 +112,7 @@ class Weights:
     def part(self, parent: nn.Module, name: str) -> Any:
         """Return a submodule that holds others and is not called itself."""
         found = parent._modules[name]
-        self._watch(parent._modules, name, found)
+        self._watch_module(parent, name, found)
         return found
 
     def option(self, owner: object, name: str) -> Any:
@@ -195,7 +196,11 @@ class Weights:
         if form is None and parameter.dtype == torch.float32 and parameter.is_contiguous():
             return self._in_place(parameter, torch.float32)
         if parameter.is_inference():
-            raise NotServed(f"{name} was made in inference mode, where no change is noticed")
+            raise NotServed(
+                f"{self._path(module, name)} was made in inference mode, where changes are not "
+                "counted. Make or load the model outside of torch.inference_mode(), and generate "
+                "inside if you like"
+            )
         if parameter.dtype not in _FLOATS:
             raise NotServed(
                 f"{name} must be float32, bfloat16 or float16, and is {parameter.dtype}"
@@ -233,6 +238,14 @@ class Weights:
         self._read.append(tensor)
         self._pointers.append(tensor.data_ptr())
         self._strides.append(tensor.stride())
+
+    def _watch_module(self, parent: nn.Module, name: str, found: Any) -> None:
+        self._watch(parent._modules, name, found)
+        self._paths[found] = self._path(parent, name)
+
+    def _path(self, module: nn.Module, name: str) -> str:
+        """Return the dotted name of a part; the model itself has no name."""
+        return f"{self._paths[module]}.{name}" if module in self._paths else name
 
     def _watch(self, home: dict[str, Any], name: str, part: Any) -> None:
         self._homes.append(home)
