@@ -94,9 +94,8 @@ def _check_stack(backbone: Any) -> None:
     config = backbone.stack_config
     if backbone.has_registers:
         raise NotServed("the stack inserts registers")
-    if config.residual.multi_gate is not None or config.residual.skip_first:
-        raise NotServed("the residual is gated or replaced")
-    if config.residual.skip_last:
+    residual = config.residual
+    if residual.multi_gate is not None or residual.skip_first or residual.skip_last:
         raise NotServed("the residual is gated or replaced")
     if backbone.schedule != tuple(range(len(backbone.layers))):
         raise NotServed("virtual layers share weights")

@@ -67,7 +67,6 @@ class Weights:
         self._known_bits: list[Tensor] = []
         _count_optimiser_steps()
         self._steps = _optimiser_steps[0]
-        self.nbytes = 0
 
     def are_current(self) -> bool:
         """Say whether nothing has been replaced, moved, hooked, or written to behind a copy.
@@ -210,7 +209,6 @@ class Weights:
         self._read_at(parameter)
         self._bits.append(_bits_of(parameter))
         self._known_bits.append(self._bits[-1].clone())
-        self.nbytes += parameter.nbytes
         wide = parameter.detach().float()
         copy = (wide if form is None else form(wide)).contiguous().clone()
         self._copies.append(copy)
@@ -229,8 +227,6 @@ class Weights:
     def _in_place(self, tensor: Tensor, dtype: torch.dtype) -> int:
         if not tensor.is_contiguous() or tensor.dtype != dtype:
             raise NotServed("matrices must lie row after row, and one does not")
-        if tensor.data_ptr() not in self._pointers:
-            self.nbytes += tensor.nbytes
         self._read_at(tensor)
         return tensor.data_ptr()
 

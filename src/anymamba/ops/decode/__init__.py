@@ -5,7 +5,6 @@
 
 from anymamba.ops.decode.call import MOST_ROWS, DecodeCall
 from anymamba.ops.decode.program import (
-    BLOCK,
     FORMATS,
     GROUP,
     Layer,
@@ -18,7 +17,6 @@ from anymamba.ops.decode.program import (
 )
 
 __all__ = [
-    "BLOCK",
     "FORMATS",
     "GROUP",
     "MOST_ROWS",

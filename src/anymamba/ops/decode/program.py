@@ -6,7 +6,6 @@ from ctypes import c_double, c_int64, c_void_p
 from enum import IntEnum
 
 __all__ = [
-    "BLOCK",
     "FORMATS",
     "GROUP",
     "Layer",
@@ -18,8 +17,6 @@ __all__ = [
     "program_of",
 ]
 
-# Columns that share a scale in the integer formats.
-BLOCK = 32
 # Channels that lie together in the weight of Mamba-1's step sizes.
 GROUP = 16
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
