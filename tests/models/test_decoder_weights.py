@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -564,6 +565,31 @@ def test_a_promise_looks_at_its_first_token():
         with lm.unchanged():
             assert_current(lm)
             assert_current(lm)
+
+
+def test_a_promise_binds_one_thread():
+    """What one thread promises, another has not: it may change the model and looks for itself."""
+    lm = run_once(model("mamba2"))
+
+    def load_and_look():
+        lm.load_state_dict(other_values(lm))
+        assert_current(lm)
+
+    with ThreadPoolExecutor(1) as other, lm.unchanged():
+        run_once(lm)
+        other.submit(load_and_look).result()
+
+
+def test_a_promise_may_end_in_another_thread():
+    """Then it has ended in the one that gave it."""
+    lm = run_once(model("mamba2"))
+    promise = lm.unchanged()
+    promise.__enter__()
+    run_once(lm)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(promise.__exit__, None, None, None).result()
+    swap_data(lm)
+    assert_current(lm)
 
 
 def test_generation_promises_only_what_is_its_own():

@@ -168,7 +168,7 @@ def _decode(
     if request.max_new_tokens == 0:
         return batch.rows, batch.cache
     rows = list(batch.rows)
-    # Functions of the caller may change the model between two tokens; nobody else can.
+    # Functions of the caller may change the model between two tokens; nobody else in this thread.
     is_ours_alone = not (request.stop or request.processors)
     with lm.unchanged() if is_ours_alone else nullcontext():
         left, caches = _run_to_the_end(batch, with_cache=with_cache)

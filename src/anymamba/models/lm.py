@@ -234,7 +234,8 @@ class MambaLM(nn.Module):
 
         The decoder otherwise looks at every token whether a weight, a submodule or a hook is new:
         half a millisecond, a tenth of a token of a 130M model in int4. Inside it looks once.
-        `generate` promises this itself, unless it is given functions of the caller's.
+        `generate` promises this itself, unless it is given functions of the caller's. Other threads
+        have promised nothing and look.
 
         Example:
             >>> lm = MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))

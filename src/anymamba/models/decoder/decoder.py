@@ -1,6 +1,7 @@
 """The decoder of a model: compiled at the first token, compiled again when the model changes."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ _log.addHandler(logging.NullHandler())
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 # Beside the models: a copy of a model, or a pickled one, must not carry addresses.
 _decoders: "weakref.WeakKeyDictionary[nn.Module, _Decoder]" = weakref.WeakKeyDictionary()
-_promises: "weakref.WeakKeyDictionary[nn.Module, _Promise]" = weakref.WeakKeyDictionary()
 
 
 class _Promise:
@@ -42,6 +42,17 @@ class _Promise:
         self.decoder = decoder
         # A promise may be broken: what the kernel reads then is old, but still there.
         self.memory = decoder.weights.aliases()
+
+
+class _Promises(threading.local):
+    """The promises of one thread: what another does to a model, nobody here can know."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.given: weakref.WeakKeyDictionary[nn.Module, _Promise] = weakref.WeakKeyDictionary()
+
+
+_promises = _Promises()
 
 
 class _Decoder:
@@ -108,14 +119,16 @@ def unchanged(lm: nn.Module) -> Iterator[None]:
     Args:
         lm: a `MambaLM`.
     """
-    promise = _promises.setdefault(lm, _Promise())
+    # Kept: whoever leaves the block may be another thread.
+    given = _promises.given
+    promise = given.setdefault(lm, _Promise())
     promise.depth += 1
     try:
         yield
     finally:
         promise.depth -= 1
         if promise.depth == 0:
-            _promises.pop(lm, None)
+            given.pop(lm, None)
 
 
 def doubt_copies(lm: nn.Module) -> None:
@@ -219,7 +232,7 @@ def _prepare(
 
 def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
     _check_call(ids_b)
-    decoder, promise = _decoders.get(lm), _promises.get(lm)
+    decoder, promise = _decoders.get(lm), _promises.given.get(lm)
     if decoder is not None and promise is not None and promise.decoder is decoder:
         return decoder
     if decoder is None or not decoder.is_current(closely=promise is not None):
