@@ -85,6 +85,7 @@ COUNT = {"type": "integer", "minimum": 0}
 # NaN and infinities have no number in JSON.
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
 POSITIVE = {"type": "number", "minimum": 0}
+MAYBE_POSITIVE = {"anyOf": [{"type": "null"}, POSITIVE]}
 MAYBE_NUMBER = {"anyOf": [{"type": "null"}, NUMBER]}
 MAYBE_COUNT = {"anyOf": [{"type": "null"}, COUNT]}
 
@@ -106,7 +107,7 @@ SPEECH = {
     "prompt_tokens": COUNT,
     "prompt_seconds": POSITIVE,
     "seconds": POSITIVE,
-    "tokens_per_second": POSITIVE,
+    "tokens_per_second": MAYBE_POSITIVE,
 }
 FIGURE = record(name=TEXT, seconds=POSITIVE, intermediates=COUNT, inputs=COUNT)
 COUNTS = {"parameters": COUNT, "bytes": COUNT, "state_bytes": COUNT, "flops": COUNT}
@@ -158,7 +159,7 @@ SCHEMAS = {
         prompt=TEXT,
         **SPEECH,
         bytes_per_token=COUNT,
-        share_of_limit=POSITIVE,
+        share_of_limit=MAYBE_POSITIVE,
     ),
     "chat": {
         "anyOf": [

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -75,6 +76,36 @@ def test_generate_writes_what_the_library_generates(run, checkpoint):
     assert document["text"] == BYTES.decode(want)
     assert document["finish_reason"] == "length"
     assert ids_of(lm, "ab", 12, temperature=1.0, top_k=9, seed=4) != want
+
+
+def test_the_speed_counts_steps_of_the_model(checkpoint, monkeypatch):
+    """The first token comes out of the prompt: of n tokens n - 1 took a step each."""
+    lm = load_pretrained(checkpoint)
+    now = [0.0]
+    advance = MambaLM.advance
+
+    def slow(*arguments, **options):
+        now[0] += 0.25
+        return advance(*arguments, **options)
+
+    monkeypatch.setattr(MambaLM, "advance", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    spoken = {n: speak(lm, BYTES, [65], lambda _: None, max_new_tokens=n) for n in (0, 1, 2, 5)}
+    assert [len(speech.ids) for speech in spoken.values()] == [0, 1, 2, 5]
+    assert [speech.tokens_per_second for speech in spoken.values()] == [None, None, 4.0, 4.0]
+    assert spoken[5].summary().startswith("5 tokens, 4.0 tokens/s (prompt: 1 token in ")
+    assert spoken[1].summary().startswith("1 token (prompt: ")
+
+
+def test_one_token_tells_no_speed(run, checkpoint):
+    """Neither a rate nor a share of the limit, in words and in JSON."""
+    options = ["--prompt", "ab", "--max-new-tokens", 1]
+    result = run("generate", checkpoint, *options)
+    assert "per token; reading memory" in result.err
+    assert "reached" not in result.err
+    document = run("generate", checkpoint, *options, "--json").document
+    assert problems(SCHEMAS["generate"], document) == []
+    assert (document["tokens_per_second"], document["share_of_limit"]) == (None, None)
 
 
 def test_the_prompt_may_come_from_stdin(run, checkpoint):

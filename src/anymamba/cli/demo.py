@@ -195,9 +195,11 @@ def _generated(terminal: Terminal, lm: "MambaLM", folder: "RunFolder") -> tuple[
     again = stream(lm, ids[half:], cache=load_state(file), stop_ids=stop_ids, **options)
     is_same = list(again) == speech.ids
     same = "[green]the same text[/]" if is_same else "[bold red]another text[/]"
+    speed = speech.tokens_per_second
     terminal.out.print(
-        f"\n\n  {speech.tokens_per_second:.0f} tokens/s.\n"
-        f"  From a state file written in the middle of the prompt: {same}.\n"
+        "\n\n"
+        + ("" if speed is None else f"  {speed:.0f} tokens/s.\n")
+        + f"  From a state file written in the middle of the prompt: {same}.\n"
     )
     return speech.text, is_same
 

@@ -59,12 +59,13 @@ class Generate(SamplingOptions, ModelOptions):
             )
         terminal.text("\n")
         limit = token_limit(lm, speech.cache)
-        share = limit.share(speech.tokens_per_second)
+        speed = speech.tokens_per_second
+        share = None if speed is None else limit.share(speed)
         terminal.err.print(speech.summary(), style="dim")
         terminal.err.print(
             f"{human_bytes(limit.bytes_per_token)} per token; reading memory at "
-            f"{limit.bandwidth / 1e9:.3g} GB/s would allow {limit.tokens_per_second:.0f} tokens/s: "
-            f"{share:.0%} reached",
+            f"{limit.bandwidth / 1e9:.3g} GB/s would allow {limit.tokens_per_second:.0f} tokens/s"
+            + ("" if share is None else f": {share:.0%} reached"),
             style="dim",
         )
         terminal.document(

@@ -71,9 +71,13 @@ class Speech:
     cache: "ModelCache"
 
     @property
-    def tokens_per_second(self) -> float:
-        """New tokens over the time they took, the prompt not counted."""
-        return len(self.ids) / max(self.seconds, 1e-9)
+    def tokens_per_second(self) -> float | None:
+        """Steps of the model over the time they took; None where there was none.
+
+        The first token is chosen from what the prompt left: n tokens take n - 1 steps.
+        """
+        steps = len(self.ids) - 1
+        return steps / max(self.seconds, 1e-9) if steps > 0 else None
 
     def facts(self) -> dict[str, Any]:
         """Return the plain values for a document."""
@@ -89,11 +93,17 @@ class Speech:
 
     def summary(self) -> str:
         """Return the figures in a line."""
+        speed = self.tokens_per_second
+        rate = "" if speed is None else f", {speed:.1f} tokens/s"
         return (
-            f"{len(self.ids)} tokens, {self.tokens_per_second:.1f} tokens/s "
-            f"(prompt: {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s; "
+            f"{_tokens(len(self.ids))}{rate} "
+            f"(prompt: {_tokens(self.prompt_tokens)} in {self.prompt_seconds:.2f} s; "
             f"ended by {self.finish_reason})"
         )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def first_ids(tokenizer: "Tokenizer", text: str, *, is_opening: bool = True) -> list[int]:
