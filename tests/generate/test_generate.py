@@ -8,8 +8,9 @@ import torch
 
 from anymamba.bench import peak_bytes
 from anymamba.errors import CacheError, ConfigError, DtypeError, NonFiniteError, ShapeError
-from anymamba.generate import generate, generate_detailed, row_seed, stream
+from anymamba.generate import generate, generate_detailed, penalize_counts, row_seed, stream
 from anymamba.models import MambaConfig, MambaLM
+from anymamba.ops import TokenChooser
 from laws import assert_same
 
 VOCABULARY = 61
@@ -289,6 +290,70 @@ def test_penalties_act_on_what_was_written():
     # Negative logits are multiplied: -1.0 becomes -2.0, below -1.1.
     lm = Fixed([-1.0, -1.1, -9.0])
     assert generate(lm, [[0]], max_new_tokens=1, repetition_penalty=2.0) == [[1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}])
+def test_penalties_count_as_the_ids_do(lm, options):
+    """Counts that are kept are those of the ids, in every row, while others leave."""
+    how = {"max_new_tokens": 60, "stop_ids": [7, 11], **options}
+
+    def counted(ids, logits_w):
+        counts_w = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=len(logits_w))
+        return penalize_counts(logits_w, counts_w.to(logits_w), 0.3, 0.1)
+
+    want = generate(lm, PROMPTS, processors=counted, **how)
+    assert generate(lm, PROMPTS, frequency_penalty=0.3, presence_penalty=0.1, **how) == want
+    assert len({len(ids) for ids in want}) > 1
+    assert any(len(set(ids)) < len(ids) for ids in want)
+
+
+class Compared(int):
+    """A token id that counts how often ids are compared."""
+
+    times = 0
+
+    def __eq__(self, other):
+        Compared.times += 1
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_a_late_token_is_counted_like_an_early_one(lm, monkeypatch):
+    """Penalties look at the newest id, not at all that were written before it."""
+    choose, times = TokenChooser.choose, []
+
+    def compared(*given):
+        chosen = choose(*given)
+        return chosen and chosen._replace(ids=[Compared(token) for token in chosen.ids])
+
+    monkeypatch.setattr(TokenChooser, "choose", compared)
+    for _ in stream(lm, [1, 2], max_new_tokens=200, frequency_penalty=0.1, presence_penalty=0.1):
+        times.append(Compared.times)
+    assert max(after - before for before, after in pairwise(times)) <= 2
+
+
+def test_a_token_that_failed_is_counted_once(lm):
+    """A processor that fails, after the penalties, leaves their counts as the ids have them."""
+    how = {"max_new_tokens": 40, "frequency_penalty": 0.5}
+    seen, expected = [], []
+    generate(
+        lm, [[1, 2]], processors=lambda _, logits_w: expected.append(logits_w) or logits_w, **how
+    )
+
+    def fail_once(_, logits_w):
+        seen.append(logits_w)
+        if len(seen) % 2:
+            raise ValueError("once")
+        return logits_w
+
+    tokens = stream(lm, [1, 2], processors=fail_once, **how)
+    for _ in range(40):
+        with pytest.raises(ValueError, match="once"):
+            next(tokens)
+        next(tokens)
+    assert len(set(tokens.ids)) < 40
+    assert torch.equal(torch.stack(seen[1::2]), torch.stack(expected))
 
 
 def test_processors_see_new_ids_and_penalized_logits():

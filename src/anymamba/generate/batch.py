@@ -133,6 +133,8 @@ class Row:
         logprobs: of those ids, if they are wanted.
         is_stopped: a function of the caller's has said so.
         judged: how many ids those functions have seen.
+        counted: how often a token is among the ids, and how many ids there were when it was
+            counted; filled where a penalty asks.
     """
 
     place: int
@@ -141,6 +143,21 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     is_stopped: bool = False
     judged: int = 0
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def count_newest(self) -> int:
+        """Return how often the newest token is among the ids; twice is as good as once.
+
+        The ids are not searched: a late token costs what an early one did. Each must be counted
+        before the next one comes.
+        """
+        token, length = self.ids[-1], len(self.ids)
+        times, counted_at = self.counted.get(token, (0, 0))
+        if counted_at < length:
+            times += 1
+            # Both in one write: an interrupt comes before it or after it.
+            self.counted[token] = times, length
+        return times
 
 
 class Batch:
@@ -222,7 +239,7 @@ class Batch:
             if self.seen_bw is not None:
                 self.seen_bw[place, row.ids[-1]] = True
             if self.counts_bw is not None:
-                self.counts_bw[place, row.ids[-1]] = row.ids.count(row.ids[-1])
+                self.counts_bw[place, row.ids[-1]] = row.count_newest()
 
     def feed(self) -> None:
         """Run the newest token of every row through the model."""
