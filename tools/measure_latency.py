@@ -1,19 +1,20 @@
-"""Print whether late tokens cost what early ones did, how evenly they come, what else they cost.
+"""Print whether late tokens cost what early ones did, how evenly they come, what else costs time.
 
     python tools/measure_latency.py                              # three minutes
     python tools/measure_latency.py --preset mamba2-130m --quantize int8
 
 The 100,000 tokens are those of a small model: its caches and its decoder are those of any other.
-How evenly tokens come and what choosing one costs is measured on a published size. Weights are
-random: top-p alone then meets flat logits, its slowest case. An idle machine, please: whatever else
-runs is in the slowest hundredth.
+How evenly tokens come, what choosing one costs and how fast prompts are read, by `generate` and by
+the modules at once, is measured on a published size. Weights are random: top-p alone then meets
+flat logits, its slowest case. An idle machine, please: whatever else runs is in the slowest
+hundredth.
 """
 
 import argparse
 import resource
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,7 @@ from anymamba.models import MambaConfig, MambaLM, preset
 
 SMALL = MambaConfig(d_model=256, n_layer=4, vocab_size=4096, ssm_cfg={"layer": "Mamba2"})
 WINDOW, EARLY, FEWEST = 1000, 100, 100
+PROMPTS, TURNS = (1, 8, 32, 128, 512), 5
 WAYS = {
     "greedy": {},
     "temperature 0.8, top-k 40": {"temperature": 0.8, "top_k": 40},
@@ -116,6 +118,7 @@ def print_choosing(lm: MambaLM, count: int) -> None:
         with clocked(lm) as inside:
             tokens = stream(lm, [1], max_new_tokens=count + 1, **options)
             next(tokens)  # chosen from the prompt's logits: nothing runs through the model
+            inside.clear()  # the prompt of a quantised model may have
             whole = []
             for _ in range(count):
                 start = time.perf_counter()
@@ -124,6 +127,31 @@ def print_choosing(lm: MambaLM, count: int) -> None:
         outside = statistics.median(map(float.__sub__, whole, inside))
         share = outside / statistics.median(whole)
         print(f"  {name:38} {1e6 * outside:6.0f} us, {share:5.1%} of a token")
+
+
+def print_prompts(lm: MambaLM) -> None:
+    """Print how long prompts take: as generation reads them, in turns with modules at once."""
+    for length in PROMPTS:
+        ids = [place % lm.config.vocab_size for place in range(length)]
+        ids_bs = torch.tensor([ids])
+        ways = (
+            lambda ids=ids: stream(lm, ids, max_new_tokens=0),
+            lambda ids_bs=ids_bs: lm.prefill(ids_bs, num_last_tokens=1),
+        )
+        seconds = [[timed(way) for way in ways] for _ in range(TURNS)]
+        read, at_once = map(statistics.median, zip(*seconds, strict=True))
+        print(
+            f"  {length:>5} tokens: {1e3 * read:8.1f} ms, {length / read:8.0f} tokens/s; "
+            f"modules at once: {1e3 * at_once:8.1f} ms"
+        )
+
+
+@torch.no_grad()
+def timed(run: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -154,6 +182,8 @@ def main() -> None:
         print_looking(lm, given.timed // 4)
         print("  choosing a token, outside the model:")
         print_choosing(lm, given.timed // 4)
+        print("  reading a prompt:")
+        print_prompts(lm)
 
 
 if __name__ == "__main__":
