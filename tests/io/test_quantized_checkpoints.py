@@ -101,8 +101,11 @@ def test_contradictions_are_refused(tmp_path):
     save_pretrained(lm, tmp_path / "int8")
     with pytest.raises(ConfigError, match="int8 already"):
         load_pretrained(tmp_path / "int8", quantize="int4")
-    with pytest.raises(ConfigError, match="int3"):
+    unknown = "quantize must be one of int8, int4; got 'int3'"
+    with pytest.raises(ConfigError, match=f"load_pretrained: {unknown}"):
         load_pretrained(tmp_path / "int8", quantize="int3")
+    with pytest.raises(ConfigError, match=f"convert_checkpoint: {unknown}"):
+        convert_checkpoint(tmp_path / "int8", tmp_path / "int3", quantize="int3")
     with pytest.raises(ConfigError, match="safetensors"):
         save_pretrained(lm, tmp_path / "bin", format="bin")
     with pytest.raises(ConfigError, match="would stay integers"):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import ConfigError
-from anymamba.ops import TokenChooser
+from anymamba.ops import TokenChooser, check_option
 
 __all__ = [
     "Chooser",
@@ -79,22 +79,31 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         """Check every option's range."""
+        where = "SamplingConfig"
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigError(f"SamplingConfig: {name} must be a number; got {value!r}.")
+                raise ConfigError(f"{where}: {name} must be a number; got {value!r}.")
             if not math.isfinite(value):
-                raise ConfigError(f"SamplingConfig: {name} must be finite; got {value}.")
-        _demand(self.temperature >= 0, "temperature", "0 (greedy) or more", self.temperature)
-        _demand(
+                raise ConfigError(f"{where}: {name} must be finite; got {value}.")
+        check_option(
+            where, self.temperature >= 0, "temperature", "0 (greedy) or more", self.temperature
+        )
+        check_option(
+            where,
             self.top_k >= 0 and int(self.top_k) == self.top_k,
             "top_k",
             "a whole number, 0 (all tokens) or more",
             self.top_k,
         )
-        _demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)", self.top_p)
-        _demand(0 <= self.min_p <= 1, "min_p", "between 0 (all tokens) and 1", self.min_p)
-        _demand(
+        check_option(
+            where, 0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)", self.top_p
+        )
+        check_option(
+            where, 0 <= self.min_p <= 1, "min_p", "between 0 (all tokens) and 1", self.min_p
+        )
+        check_option(
+            where,
             self.repetition_penalty > 0,
             "repetition_penalty",
             "positive; 1 means none",
@@ -110,11 +119,6 @@ class SamplingConfig:
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on how often a token was generated."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
-
-
-def _demand(holds: bool, name: str, what: str, given: float) -> None:
-    if not holds:
-        raise ConfigError(f"SamplingConfig: {name} must be {what}; got {given}.")
 
 
 def keep_above(logits: Tensor, threshold: Tensor | float) -> Tensor:

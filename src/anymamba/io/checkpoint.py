@@ -24,7 +24,6 @@ from anymamba.io.quantized import (
     LAYOUT,
     LAYOUT_KEY,
     SCHEME_KEY,
-    check_scheme,
     expected_tensors,
     fill_quantized,
     quantized_outline,
@@ -33,6 +32,7 @@ from anymamba.io.quantized import (
 from anymamba.io.tensor_file import DTYPES, INTEGERS
 from anymamba.io.weights_file import check_format, read_weights, write_weights
 from anymamba.models import MambaConfig, MambaLM, scheme_of
+from anymamba.nn import check_scheme
 
 __all__ = ["CheckpointService", "load_pretrained", "save_pretrained"]
 
@@ -82,7 +82,8 @@ def load_pretrained(
     """
     where = "load_pretrained"
     check_dtype(where, dtype)
-    check_scheme(where, quantize)
+    if quantize is not None:
+        check_scheme(where, quantize)
     place = usable_device(where, device)
     directory = locate(
         where,

@@ -12,12 +12,12 @@ from anymamba.io.disk import read_json, replacing
 from anymamba.io.hub import TEXT_FILES, locate
 from anymamba.io.match import check_match, skeleton
 from anymamba.io.quantized import (
-    check_scheme,
     expected_tensors,
     quantized_outline,
     quantized_tensors,
     stored_scheme,
 )
+from anymamba.nn import check_scheme
 
 __all__ = ["convert_checkpoint"]
 
@@ -64,7 +64,8 @@ def convert_checkpoint(
     """
     where = "convert_checkpoint"
     check_dtype(where, dtype)
-    check_scheme(where, quantize)
+    if quantize is not None:
+        check_scheme(where, quantize)
     start = locate(
         where,
         source,

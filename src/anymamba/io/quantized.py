@@ -21,7 +21,6 @@ __all__ = [
     "LAYOUT",
     "LAYOUT_KEY",
     "SCHEME_KEY",
-    "check_scheme",
     "expected_tensors",
     "fill_quantized",
     "quantized_outline",
@@ -32,14 +31,6 @@ __all__ = [
 SCHEME_KEY = "anymamba_quantize"
 # In which order the integers lie; another text with every change of it.
 LAYOUT_KEY, LAYOUT = "anymamba_layout", "panels of 16 rows, 4 columns"
-
-
-def check_scheme(where: str, scheme: str | None) -> None:
-    """Raise `ConfigError` unless a scheme is known, or None."""
-    if scheme is not None and scheme not in SCHEMES:
-        raise ConfigError(
-            f"{where}: quantize must be one of {', '.join(SCHEMES)}, or None; got {scheme!r}."
-        )
 
 
 def stored_scheme(where: str, directory: Path) -> str | None:

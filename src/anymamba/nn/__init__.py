@@ -39,6 +39,7 @@ from anymamba.nn.quantized import (
     SCHEMES,
     QuantizedEmbedding,
     QuantizedLinear,
+    check_scheme,
     dequantize,
     quantize,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "add_norm",
     "check_lengths",
     "check_options",
+    "check_scheme",
     "context_parallel",
     "count_parameters",
     "data_mesh",

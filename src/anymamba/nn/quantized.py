@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from anymamba.errors import ConfigError, ShapeError
 from anymamba.ops import linear
 
-__all__ = ["BLOCK", "SCHEMES", "QuantizedEmbedding", "QuantizedLinear", "dequantize", "quantize"]
+__all__ = [
+    "BLOCK",
+    "SCHEMES",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "check_scheme",
+    "dequantize",
+    "quantize",
+]
 
 BLOCK = 32
 PANEL = 16

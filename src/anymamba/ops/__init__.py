@@ -12,7 +12,7 @@ from anymamba.ops.bundles import (
     double_ssd_serial_recalculated,
     single_ssd_serial_recalculated,
 )
-from anymamba.ops.checks import check_impl, check_one_precision, guard
+from anymamba.ops.checks import check_impl, check_one_precision, check_option, guard
 from anymamba.ops.choose import Chosen, TokenChooser, choosing_refusal
 from anymamba.ops.conv import (
     ConvOutput,
@@ -138,6 +138,7 @@ __all__ = [
     "causal_conv1d_step",
     "check_impl",
     "check_one_precision",
+    "check_option",
     "choosing_refusal",
     "clamp_dt",
     "copy_to_large_pages",

@@ -13,10 +13,21 @@ __all__ = [
     "check_groups",
     "check_impl",
     "check_one_precision",
+    "check_option",
     "guard",
 ]
 
 IMPLS = ("auto", "portable", "native", "reference")
+
+
+def check_option(where: str, holds: bool, name: str, what: str, given: float) -> None:
+    """Raise `ConfigError` with the name of an option unless the condition on it holds.
+
+    Example:
+        >>> check_option("draw", 0 < 0.5 <= 1, "top_p", "above 0 and at most 1", 0.5)
+    """
+    if not holds:
+        raise ConfigError(f"{where}: {name} must be {what}; got {given}.")
 
 
 def check_floats(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.errors import ConfigError
+from anymamba.ops.checks import check_option
 from anymamba.ops.native import (
     AXES,
     DTYPES,
@@ -71,10 +71,13 @@ class TokenChooser:
         min_p: float = 0.0,
     ) -> None:
         """Check the options and write them down."""
-        _demand(1e-7 <= temperature <= 1e30, "temperature", "from 1e-7 to 1e30", temperature)
-        _demand(top_k >= 0, "top_k", "0 (all tokens) or more", top_k)
-        _demand(0 < top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)", top_p)
-        _demand(0 <= min_p <= 1, "min_p", "between 0 (all tokens) and 1", min_p)
+        where = "TokenChooser"
+        check_option(
+            where, 1e-7 <= temperature <= 1e30, "temperature", "from 1e-7 to 1e30", temperature
+        )
+        check_option(where, top_k >= 0, "top_k", "0 (all tokens) or more", top_k)
+        check_option(where, 0 < top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)", top_p)
+        check_option(where, 0 <= min_p <= 1, "min_p", "between 0 (all tokens) and 1", min_p)
         self._flags = is_greedy, top_k
         self._reals = temperature, top_p, min_p
         self._bound: _Bound | None = None
@@ -109,11 +112,6 @@ class TokenChooser:
             self._last, self._how, self._size = logits_bw, how, logits_bw.numel()
         assert self._bound is not None
         return self._bound.run(logits_bw, numbers)
-
-
-def _demand(holds: bool, name: str, what: str, given: float) -> None:
-    if not holds:
-        raise ConfigError(f"TokenChooser: {name} must be {what}; got {given}.")
 
 
 class _Bound:
