@@ -188,6 +188,7 @@ SCHEMAS = {
         target=TEXT,
         layout={"enum": ["official", "transformers"]},
         format={"enum": ["safetensors", "bin"]},
+        quantize={"anyOf": [{"type": "null"}, {"enum": ["int8", "int4"]}]},
         files=array(record(name=TEXT, bytes=COUNT)),
     ),
     "doctor": document(

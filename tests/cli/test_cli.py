@@ -173,6 +173,19 @@ def test_convert_changes_format_and_dtype(run, checkpoint, tmp_path):
     assert not torch.equal(got, want)
 
 
+def test_convert_says_how_the_weights_are_stored(run, checkpoint, tmp_path):
+    """The scheme of the new files, also when they were integers before; none is null."""
+    narrow, copied = tmp_path / "narrow", tmp_path / "copied"
+    plain = run("convert", checkpoint, tmp_path / "plain", "--json").document
+    made = run("convert", checkpoint, narrow, "--quantize", "int8", "--json").document
+    again = run("convert", narrow, copied, "--json").document
+    assert [found["quantize"] for found in (plain, made, again)] == [None, "int8", "int8"]
+    assert problems(SCHEMAS["convert"], made) == []
+    text = run("convert", narrow, tmp_path / "text").out
+    assert "layout official, format safetensors, quantised as int8" in " ".join(text.split())
+    assert "quantised" not in run("convert", checkpoint, tmp_path / "wide").out
+
+
 def test_a_layout_that_does_not_exist_is_refused(run, checkpoint, tmp_path):
     """transformers has no Mamba-3: exit code 2, and nothing is written."""
     target = tmp_path / "hf"

@@ -46,7 +46,7 @@ class Convert:
 
     def run(self, terminal: Terminal) -> int:
         """Convert and list what was written."""
-        from anymamba.io import convert_checkpoint
+        from anymamba.io import convert_checkpoint, stored_scheme
 
         with terminal.err.status("converting ..."):
             convert_checkpoint(
@@ -64,7 +64,10 @@ class Convert:
             for path in sorted(Path(self.target).iterdir())
             if path.is_file()
         }
+        # Asked of the files: those of IN may have been integers already.
+        scheme = stored_scheme("convert", Path(self.target))
         head = f"[bold]{escape(self.target)}[/]: layout {self.layout}, format {self.format}"
+        head += "" if scheme is None else f", quantised as {scheme}"
         terminal.out.print(f"\n{head}\n")
         table = new_table("Files")
         table.add_column("file")
@@ -78,6 +81,7 @@ class Convert:
             target=self.target,
             layout=self.layout,
             format=self.format,
+            quantize=scheme,
             files=[{"name": name, "bytes": size} for name, size in files.items()],
         )
         return 0

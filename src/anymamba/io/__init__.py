@@ -6,6 +6,7 @@ from anymamba.io.convert import convert_checkpoint
 from anymamba.io.device import named_device, usable_device
 from anymamba.io.disk import read_json, read_text, replacing, utf8, write_json
 from anymamba.io.model_files import ModelFolders, load_model, save_model
+from anymamba.io.quantized import stored_scheme
 from anymamba.io.state_file import load_state, save_state
 from anymamba.io.tensor_file import read_safetensors, write_safetensors
 from anymamba.io.tokenizer import (
@@ -38,6 +39,7 @@ __all__ = [
     "save_model",
     "save_pretrained",
     "save_state",
+    "stored_scheme",
     "usable_device",
     "utf8",
     "write_json",
