@@ -26,8 +26,8 @@ from anymamba.train import RunFolder, prepare_data
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "goldens" / "lm"
 # The largest change of perplexity that is promised.
-PROMISED = {"bfloat16": 0.005, "int8": 0.005, "int4": 0.03}
-FORMATS = ("float32", "bfloat16", "int8", "int4")
+PROMISED = {"bfloat16": 0.005, "float16": 0.005, "int8": 0.005, "int4": 0.03}
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 class Reading(NamedTuple):
@@ -39,10 +39,11 @@ class Reading(NamedTuple):
 
 def load_as(form: str, folder: Path, activation: str | None = None) -> MambaLM:
     """Load a model with its weights in a format."""
+    is_integer = form.startswith("int")
     return load_pretrained(
         folder,
-        dtype=torch.bfloat16 if form == "bfloat16" else torch.float32,
-        quantize=form if form.startswith("int") else None,
+        dtype=torch.float32 if is_integer else getattr(torch, form),
+        quantize=form if is_integer else None,
         a_activation=activation,
     )
 
