@@ -127,7 +127,9 @@ def test_an_interrupt_leaves_a_whole_token():
             except KeyboardInterrupt:
                 interrupts += 1
             assert tokens_.ids == want[: len(tokens_.ids)]
+            assert torch.is_grad_enabled()
     finally:
+        torch.set_grad_enabled(True)  # a failure here shall not become one of other tests
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert tokens_.ids == want

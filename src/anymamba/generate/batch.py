@@ -23,6 +23,7 @@ from anymamba.generate.sampling import (
 )
 from anymamba.models import MambaLM
 from anymamba.nn import ModelCache, nearest
+from anymamba.ops import without_gradients
 
 __all__ = ["Batch", "Options", "Processor", "Request", "Row", "Stop", "request_of"]
 
@@ -221,11 +222,11 @@ class Batch:
                 row.is_stopped = self._stops(row)
             row.judged = len(row.ids)
 
-    @torch.no_grad()
+    @without_gradients
     def _stops(self, row: Row) -> bool:
         return any(stop(row.ids) for stop in self.request.stop)
 
-    @torch.no_grad()
+    @without_gradients
     def _changed(self) -> Tensor:
         """Return the logits after what the request does to them."""
         self._remember()

@@ -17,7 +17,7 @@ from anymamba.models.latent_config import LatentConfig
 from anymamba.models.loss import logits_loss_sum, mean_loss
 from anymamba.models.stored import StoredModel
 from anymamba.nn import BidirectionalConfig, BidirectionalStack, Stack, check_lengths, token_mask
-from anymamba.ops import IGNORE, SsdPath
+from anymamba.ops import IGNORE, SsdPath, without_gradients
 
 __all__ = ["LatentModel", "LatentStep"]
 
@@ -140,7 +140,7 @@ class LatentModel(StoredModel):
         y_bd, new = stack.step(self.in_proj(x), cache)
         return LatentStep(self.head(y_bd), new)
 
-    @torch.no_grad()
+    @without_gradients
     def step_(self, x: Tensor, cache: Any) -> Tensor:
         """Run one time step and write the new state into the cache's own memory; inference only."""
         where = "LatentModel.step_"

@@ -20,7 +20,7 @@ from anymamba.models.loss import (
     next_token_targets,
 )
 from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain, project
-from anymamba.ops import SsdPath
+from anymamba.ops import SsdPath, without_gradients
 
 __all__ = ["MambaLM"]
 
@@ -179,7 +179,7 @@ class MambaLM(nn.Module):
         hidden_bd, new = self.backbone.token(embedding(ids_b), cache)
         return LmStep(project(self.lm_head, hidden_bd), new)
 
-    @torch.no_grad()
+    @without_gradients
     def step_(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> Tensor:
         """Run one token and write the new state into the cache's own memory; inference only.
 
@@ -196,7 +196,7 @@ class MambaLM(nn.Module):
         cache.assign_(new)
         return logits_bw
 
-    @torch.no_grad()
+    @without_gradients
     def advance(
         self,
         ids_b: Tensor,

@@ -20,7 +20,7 @@ from anymamba.errors import (
 )
 from anymamba.nn.cache_methods import map_tensors, named_tensors, rows, zip_tensors
 from anymamba.nn.state_spec import StateSpec, check_state
-from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows
+from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows, without_gradients
 
 __all__ = ["Block"]
 
@@ -132,7 +132,7 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         guard(where, y_bd=y_bd)
         return y_bd, cache
 
-    @torch.no_grad()
+    @without_gradients
     def step_(self, u_bd: Tensor, cache: CacheT) -> Tensor:
         """Run one token and write the new state into the cache's own memory; inference only."""
         y_bd, new = self.step(u_bd, cache)

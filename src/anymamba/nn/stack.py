@@ -17,7 +17,7 @@ from anymamba.nn.residual import Stream
 from anymamba.nn.stack_cache import StackCache, StackState, stack_state
 from anymamba.nn.stack_config import StackConfig
 from anymamba.nn.stack_walk import LayeredModule, Walked
-from anymamba.ops import SsdPath
+from anymamba.ops import SsdPath, without_gradients
 
 __all__ = ["Stack", "StackStep", "added_positions"]
 
@@ -120,7 +120,7 @@ class Stack(LayeredModule):
         self.check_cache("Stack.step", cache, is_needed=True)
         return self.token(x_bd, cache)
 
-    @torch.no_grad()
+    @without_gradients
     def step_(self, x_bd: Tensor, cache: StackState) -> Tensor:
         """Run one token and write the new state into the cache's own memory; inference only."""
         self.check_in_place("Stack.step_", cache)

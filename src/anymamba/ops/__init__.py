@@ -23,6 +23,7 @@ from anymamba.ops.conv import (
     extend_row,
 )
 from anymamba.ops.embedding import tied_embedding
+from anymamba.ops.gradients import without_gradients
 from anymamba.ops.half_linear import linear
 from anymamba.ops.keys import Keys, keys_by_angle, keys_by_quaternion
 from anymamba.ops.loss import IGNORE, cross_entropy_rows, head_cross_entropy
@@ -192,5 +193,6 @@ __all__ = [
     "trapezoid_fixed_point",
     "trapezoid_scan",
     "trapezoid_step",
+    "without_gradients",
     "wrap_angle",
 ]
