@@ -24,7 +24,7 @@ from formal_languages import LANGUAGES, UNASKED, Batch, Language
 from picture import draw_bars
 from report import ranged, table
 from standard_rotation import rotate_by_position
-from state_tracking_cells import QUICK, ROWS, TASKS, Lengths, Row, Size, row_of
+from state_tracking_cells import QUICK, ROWS, TASKS, Row, Size, row_of
 from study import Study, flags, positive
 from training import Run, Schedule, seeded, train
 
@@ -84,22 +84,11 @@ def after_start(batch: Batch, language: Language) -> Batch:
     return Batch(tokens, torch.cat([torch.full_like(start, UNASKED), batch.answers], 1))
 
 
-def length_at(place: float, longest: int, lengths: Lengths) -> int:
-    """Return a length between the shortest, at place 0, and the longest, at place 1."""
-    if lengths == "even":
-        return SHORTEST + round(place * (longest - SHORTEST))
-    return round(SHORTEST * (longest / SHORTEST) ** place)
-
-
 def loss_of(model: am.MambaLM, task: str, seed: int, step: int, steps: int) -> Tensor:
-    """Return the loss on the batch of a step: rows of one length.
-
-    On a logarithmic scale most rows are short: parity is found in those, and made exact in a few
-    long ones.
-    """
+    """Return the loss on the batch of a step: rows of one length, drawn up to the longest."""
     language, generator = LANGUAGES[task], seeded(TRAINING_DATA, seed, step)
     place = float(torch.rand(1, generator=generator))
-    length = length_at(place, longest_at(step, steps, TASKS[task].grows), TASKS[task].lengths)
+    length = SHORTEST + round(place * (longest_at(step, steps, TASKS[task].grows) - SHORTEST))
     batch = language.batch(TOKENS // length, length, generator, uneven=True)
     tokens, answers = after_start(batch, language)
     return F.cross_entropy(model(tokens).flatten(0, 1), answers.flatten(), ignore_index=UNASKED)
@@ -150,11 +139,10 @@ def train_cell(
     language = LANGUAGES[task]
     torch.manual_seed(seed)
     model = model_of(row, size, language)
-    averaged = TASKS[task].averaged
-    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / averaged))
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / TASKS[task].averaged))
 
     def average(step: int) -> None:
-        if averaged > 1 and step > size.all_steps - (size.again or size.steps) / 2:
+        if step > size.all_steps - (size.again or size.steps) / 2:
             mean.update_parameters(model)
 
     def judged() -> am.MambaLM:
@@ -229,7 +217,7 @@ def setting_of(
         "adam": ADAM,
         "stop_at": stop_at,
         "solved": SOLVED,
-        "lengths": [SHORTEST, SHORT, LONG, TASKS[task].lengths],
+        "lengths": [SHORTEST, SHORT, LONG, "even"],
         "grows": TASKS[task].grows,
         "falls": TASKS[task].falls,
         "averaged": TASKS[task].averaged,

@@ -8,8 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from training import LARGE_STEPS
 
-Lengths = Literal["even", "logarithmic"]
-
 
 class Row(NamedTuple):
     """A row of the table.
@@ -52,13 +50,11 @@ class Task(NamedTuple):
         learning_rates: those that are tried.
         rope_fraction: share of the state that turns.
         turning: of mixers whose turns depend on the tokens.
-        lengths: of training sequences, how they are spread from 3 to the longest.
         headdim: width of a head; each has step sizes and decays of its own.
         grows: between which shares of the steps the longest sequence grows.
         falls: from which share of the steps on the learning rate falls.
         averaged: over how many of the last steps weights are averaged, with weights that fall
-            exponentially, from the middle of the training, or of its repetition, on; 1 takes the
-            last weights.
+            exponentially, from the middle of the training, or of its repetition, on.
         gives_up: after which share of all steps, the repeated ones too, a training ends that is
             hopeless; 1 never does.
     """
@@ -67,11 +63,10 @@ class Task(NamedTuple):
     learning_rates: Sequence[float]
     rope_fraction: float
     turning: dict[str, Any]
-    lengths: Lengths
     headdim: int = 32
     grows: tuple[float, float] = (0.25, 0.75)
     falls: float = 0.25
-    averaged: int = 1
+    averaged: int = 500
     gives_up: float = 1.0
 
 
@@ -85,17 +80,19 @@ ARITHMETIC = Task(
     learning_rates=(1e-3, 3e-3),
     rope_fraction=1.0,
     turning=LARGE_STEPS,
-    lengths="even",
-    averaged=500,
 )
 TASKS = {
-    # One half turn is all that parity needs, and what does not turn stays exact.
+    # One half turn is all that parity needs, and what does not turn stays exact. It is found in a
+    # few hundred steps; the others, on long sequences and with a rate that does not fall too soon,
+    # make the turn exact. At 1e-3 not every seed finds it in time, which a short trial cannot show.
     "parity": Task(
         size=Size(layers=1, width=32, steps=2000),
-        learning_rates=(1e-3, 3e-3, 1e-2),
+        learning_rates=(3e-3, 1e-2),
         rope_fraction=0.5,
         turning={},
-        lengths="logarithmic",
+        grows=(0.15, 0.5),
+        falls=0.5,
+        averaged=100,
     ),
     "arithmetic": ARITHMETIC,
     # What closes a bracket undoes the sign in front of it: there is more to remember, and 16 heads
