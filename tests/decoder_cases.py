@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anymamba.models import MambaConfig, MambaLM
 from anymamba.nn import ModelCache
+from laws import assert_same
 
 VOCABULARY = 37
 MAMBA2 = {"layer": "Mamba2", "d_state": 20, "headdim": 6}
@@ -65,3 +66,28 @@ def used_cache(lm: MambaLM, rows: int) -> ModelCache:
     """Return a state with a past, computed by the portable code."""
     with torch.no_grad():
         return lm.prefill(tokens(rows, 5, seed=2), impl="portable").cache
+
+
+def assert_current(lm: MambaLM) -> None:
+    """Assert that the decoder computes with the weights that the model has now.
+
+    No prompt is read, after which the decoder would look more closely.
+    """
+    ids_b = tokens(2)
+    with torch.no_grad():
+        cache = lm.step(ids_b, lm.empty_cache(2), impl="portable").cache
+        want = lm.step(ids_b, cache, impl="portable").logits
+    assert_same(want, lm.step_(ids_b, cache, impl="native"))
+
+
+def run_once(lm: MambaLM) -> MambaLM:
+    """Return the model after a token of the decoder, which has compiled it then."""
+    lm.step_(tokens(2), used_cache(lm, 2), impl="native")
+    return lm
+
+
+def merge_lora(lm: MambaLM, projection: str = "in_proj") -> None:
+    """Add an adapter of rank 2 to a projection, in place."""
+    weight = getattr(lm.backbone.layers[1].mixer, projection).weight
+    with torch.no_grad():
+        weight += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1])
