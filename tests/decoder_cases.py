@@ -3,12 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.models import MambaConfig, MambaLM
-from anymamba.nn import ModelCache
+from anymamba.nn import ModelCache, QuantizedLinear
 from laws import assert_same
 
+# Sets that multiply bytes.
+BYTES = ("native-avx512_vnni", "native-avx512_bf16")
 VOCABULARY = 37
 MAMBA2 = {"layer": "Mamba2", "d_state": 20, "headdim": 6}
 MAMBA3 = {"layer": "Mamba3", "d_state": 20, "headdim": 6}
@@ -45,12 +48,40 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# Keys and values of attention grow, so these decode by `advance`, not by `step_`.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "turned halves": {
+        "attn_layer_idx": [1],
+        "attn_cfg": {"causal": True, "num_heads": 2, "num_heads_kv": 1, "rotary_emb_dim": 4},
+    },
+    "turned neighbours": {
+        "ssm_cfg": MAMBA3 | {"is_mimo": True, "mimo_rank": 2},
+        "n_layer": 3,
+        "attn_layer_idx": [0, 2],
+        "attn_cfg": {"causal": True, "num_heads": 3, "head_dim": 20, "rotary_emb_dim": 20,
+                     "rotary_emb_interleaved": True, "rotary_emb_base": 50.0,
+                     "qkv_proj_bias": False},
+        "d_intermediate": 40,
+    },
+    "convolved, with an MLP beside": {
+        "ssm_cfg": MAMBA2,
+        "attn_layer_idx": [0],
+        "attn_cfg": {"causal": True, "num_heads": 4, "num_heads_kv": 2, "head_dim": 5, "d_conv": 3,
+                     "mlp_dim": 20, "softmax_scale": 0.7, "out_proj_bias": False},
+    },
+    "attention alone": {
+        "attn_layer_idx": [0, 1],
+        "attn_cfg": {"causal": True, "num_heads": 1, "head_dim": 72, "rotary_emb_dim": 64,
+                     "d_conv": 4},
+    },
+}  # fmt: skip
+
 
 def model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> MambaLM:
     """Return a model whose parameters differ from their neat initial values."""
     torch.manual_seed(0)
     sizes = {"d_model": 12, "n_layer": 2, "vocab_size": VOCABULARY}
-    lm = MambaLM(MambaConfig(**(sizes | MODELS[name] | options)), dtype=dtype)
+    lm = MambaLM(MambaConfig(**(sizes | (MODELS | HYBRIDS)[name] | options)), dtype=dtype)
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -66,6 +97,19 @@ def used_cache(lm: MambaLM, rows: int) -> ModelCache:
     """Return a state with a past, computed by the portable code."""
     with torch.no_grad():
         return lm.prefill(tokens(rows, 5, seed=2), impl="portable").cache
+
+
+def _rounded(x: Tensor, largest: int) -> Tensor:
+    """Return activations as the decoder rounds them: integers up to `largest` in blocks of 32."""
+    blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    top = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((blocks * (largest / top)).round() * (top / largest)).flatten(-2)[..., : x.shape[-1]]
+
+
+def round_activations(monkeypatch: Any, largest: int) -> None:
+    """Give the modules of integer weights the activations that the decoder gives them."""
+    exact = QuantizedLinear.forward
+    monkeypatch.setattr(QuantizedLinear, "forward", lambda m, x: exact(m, _rounded(x, largest)))
 
 
 def assert_current(lm: MambaLM) -> None:

@@ -98,7 +98,9 @@ void run_layer(Step &step, int64_t place) {
         step.first_of(is_last ? step.program.head : step.program.layer[place + 1].in_proj);
     const Soon after = has_mlp ? step.first_of(layer.fc1, layer.fc1.rows / 2) : next;
     enter_sublayer(step, layer.norm, place > 0);
-    if (layer.family == 1)
+    if (layer.family == 0)
+        mix_attention(step, layer, step.states(place), after);
+    else if (layer.family == 1)
         mix_mamba1(step, layer, step.states(place), after);
     else if (layer.family == 2)
         mix_mamba2(step, layer, step.states(place), after);
@@ -107,6 +109,12 @@ void run_layer(Step &step, int64_t place) {
     if (!has_mlp) return;
     enter_sublayer(step, layer.norm2, true);
     run_mlp(step, layer, next);
+}
+
+// One token more for every row.
+void count_on(const anymamba_tensor &counts, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row)
+        static_cast<int64_t *>(counts.data)[row * counts.stride[0]] += 1;
 }
 
 void run_token(Step &step) {
@@ -120,9 +128,9 @@ void run_token(Step &step) {
     const anymamba_tensor &logits = step.tensors[kDecodeLogits];
     multiply_and_meet(step, program.head, {}, static_cast<float *>(logits.data), logits.stride[0]);
     if (step.worker > 0) return;
-    const anymamba_tensor &positions = step.tensors[kDecodePositions];
-    for (int64_t row = 0; row < step.rows; ++row)
-        static_cast<int64_t *>(positions.data)[row * positions.stride[0]] += 1;
+    count_on(step.tensors[kDecodePositions], step.rows);
+    for (int64_t place = 0; place < program.layers; ++place)
+        if (program.layer[place].family == 0) count_on(step.states(place)[2], step.rows);
 }
 
 }  // namespace

@@ -44,14 +44,16 @@ struct DecodeNorm {
 };
 
 struct DecodeLayer {
-    int64_t family;  // 1, 2 or 3
+    int64_t family;  // 1, 2 or 3; 0 is attention
     int64_t inner, heads, headdim, state, groups, rank;
     DecodeNorm norm, norm2;
     DecodeMatrix in_proj, out_proj, fc1, fc2;  // without an MLP, fc1 and fc2 have no rows
     const float *conv_weight;                  // (channels, width), the newest token's weight last
     const float *conv_bias;
     int64_t conv_width;
-    const float *a;        // Mamba-1: A / ln 2, (inner, state); Mamba-2: A, (heads)
+    int64_t conv_is_plain;  // without SiLU
+    const float *a;        // Mamba-1: A / ln 2, (inner, state); Mamba-2: A, (heads); attention:
+                           // angles of a position, (turns)
     const float *skip;     // Mamba-1: (inner); Mamba-3: (heads); Mamba-2: either
     const float *dt_bias;  // Mamba-1: (inner), else (heads)
     // Mamba-1
@@ -59,8 +61,8 @@ struct DecodeLayer {
     const float *dt_weight;  // (groups of 16 channels, dt_rank, 16)
     int64_t dt_rank;
     double rates_eps;  // of the norm of dt, B and C; negative without one
-    // Mamba-2
-    int64_t mlp;  // width of the part that goes around the scan
+    // Mamba-2 and attention
+    int64_t mlp;  // width of the part that goes around the scan or the heads
     int64_t has_skip_per_channel;
     // Mamba-2 and Mamba-3: the norm with a gate
     DecodeNorm gate_norm;
@@ -78,6 +80,8 @@ struct DecodeLayer {
     int64_t is_turned;  // else they are kept and turn nothing
     double turn_scale;  // the largest angle per unit of dt
     double turn_floor;  // the smallest square of a length
+    // Attention, whose groups are heads of keys and values
+    double score_scale;
 };
 
 struct DecodeProgram {
@@ -91,7 +95,8 @@ struct DecodeProgram {
 };
 
 // Tensors of a call: ids, positions and logits of the rows, then four states per layer.
-// Mamba-1 and Mamba-2: convolution, scan. Mamba-3: scan, key, value, rotation.
+// Mamba-1 and Mamba-2: convolution, scan. Mamba-3: scan, key, value, rotation. Attention:
+// keys, values, lengths, convolution; there is room for one more key.
 // Sizes: rows, and the address of the program.
 constexpr int64_t kDecodeIds = 0, kDecodePositions = 1, kDecodeLogits = 2, kDecodeStates = 3;
 constexpr int64_t kDecodeStatesPerLayer = 4;

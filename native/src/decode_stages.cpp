@@ -131,7 +131,7 @@ void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t r
         const int64_t count = smaller(last - channel, kWidth);
         Vec sum = load_most(channels + channel, count);
         if (layer.conv_bias != nullptr) sum += load_most(layer.conv_bias + channel, count);
-        store_most(channels + channel, silu(sum), count);
+        store_most(channels + channel, layer.conv_is_plain ? sum : silu(sum), count);
     }
 }
 
@@ -181,6 +181,7 @@ void project_and_convolve(Step &step, const DecodeLayer &layer, Soon after,
 }
 
 int64_t scratch_bytes(const DecodeLayer &layer) {
+    if (layer.family == 0) return attention_scratch_bytes(layer);
     if (layer.family == 1) return mamba1_scratch_bytes(layer);
     if (layer.family == 2) return mamba2_scratch_bytes(layer);
     return mamba3_scratch_bytes(layer);

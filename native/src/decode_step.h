@@ -112,6 +112,7 @@ struct Step {
 
 // Of Desk::scratch, what a layer needs.
 int64_t scratch_bytes(const DecodeLayer &layer);
+int64_t attention_scratch_bytes(const DecodeLayer &layer);
 int64_t mamba1_scratch_bytes(const DecodeLayer &layer);
 int64_t mamba2_scratch_bytes(const DecodeLayer &layer);
 int64_t mamba3_scratch_bytes(const DecodeLayer &layer);
@@ -119,6 +120,7 @@ int64_t mamba3_scratch_bytes(const DecodeLayer &layer);
 void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *to);
 
 // The mixers, from desk.normed to board.branch. `after` is what the worker reads then.
+void mix_attention(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
 void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
 void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);
 void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after);

@@ -2,20 +2,18 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from anymamba.generate import generate
 from anymamba.models import quantize_lm
-from anymamba.nn import ModelCache, QuantizedLinear
-from decoder_cases import MODELS, model, tokens, used_cache
+from anymamba.nn import ModelCache
+from decoder_cases import BYTES, MODELS, model, round_activations, tokens, used_cache
 from kernels import DECODERS, running
 from laws import assert_same, error_of
 
 pytestmark = pytest.mark.skipif(not DECODERS, reason="no compiled kernels")
 KINDS = pytest.mark.parametrize("kind", DECODERS)
 HALVES = (torch.bfloat16, torch.float16)
-# Sets that multiply bytes, and bfloat16: their activations are rounded to them.
-BYTES = ("native-avx512_vnni", "native-avx512_bf16")
+# Sets that multiply bfloat16: activations are rounded to it.
 PAIRS = ("native-avx512_bf16",)
 
 
@@ -99,13 +97,6 @@ def test_rounded_activations_cost_less_than_a_module_of_bfloat16(name):
     assert (decoded - exact).norm() <= (module - exact).norm()
 
 
-def rounded(x: torch.Tensor, largest: int) -> torch.Tensor:
-    """Return activations as the decoder rounds them: integers up to `largest` in blocks of 32."""
-    blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    top = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    return ((blocks * (largest / top)).round() * (top / largest)).flatten(-2)[..., : x.shape[-1]]
-
-
 @KINDS
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -116,8 +107,7 @@ def test_integers_equal_their_dequantised_weights(name, scheme, rows, kind, monk
     The modules are given activations that are rounded in the same blocks.
     """
     largest = 127 if scheme == "int4" or kind in BYTES else 32767
-    exact = QuantizedLinear.forward
-    monkeypatch.setattr(QuantizedLinear, "forward", lambda m, x: exact(m, rounded(x, largest)))
+    round_activations(monkeypatch, largest)
     # A head of 49 rows leaves one behind groups of 8 and 16.
     sizes = {"d_model": 48, "vocab_size": 49, "pad_vocab_size_multiple": 1}
     lm = quantize_lm(model(name, **sizes), scheme)

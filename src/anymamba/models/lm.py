@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anymamba.errors import BackendError
 from anymamba.models.checkpoints import checkpoints_for
 from anymamba.models.config import MambaConfig
-from anymamba.models.decoder import doubt_copies, native_refusal, native_step_, unchanged
+from anymamba.models.decoder import doubt_copies, native_refusal, native_step, unchanged
 from anymamba.models.initialise import initialise
 from anymamba.models.inputs import check_ids, check_known, check_rows, check_way
 from anymamba.models.loss import (
@@ -19,7 +19,15 @@ from anymamba.models.loss import (
     mean_loss,
     next_token_targets,
 )
-from anymamba.nn import ModelCache, QuantizedEmbedding, QuantizedLinear, Stack, is_plain, project
+from anymamba.nn import (
+    ModelCache,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Stack,
+    is_plain,
+    project,
+    with_room,
+)
 from anymamba.ops import SsdPath, without_gradients
 
 __all__ = ["MambaLM"]
@@ -168,10 +176,9 @@ class MambaLM(nn.Module):
         # Copying the state for nothing would cost more than asking first.
         tries = not torch.is_grad_enabled() and self._decodes(impl)
         if tries and (impl == "native" or native_refusal(self, ids_b) is None):
-            new = cache.clone()
-            logits_bw = native_step_(self, ids_b, new, impl)
-            if logits_bw is not None:
-                return LmStep(logits_bw, new)
+            found = native_step(self, ids_b, with_room(cache, 1), impl)
+            if found is not None:
+                return LmStep(*found)
         embedding = self.backbone.embedding
         # Whatever was put in its place knows its own ids.
         if isinstance(embedding, nn.Embedding | QuantizedEmbedding):
@@ -189,9 +196,9 @@ class MambaLM(nn.Module):
         self._check_token(where, ids_b, cache, impl)
         self.backbone.check_in_place(where, cache)
         if self._decodes(impl):
-            logits_bw = native_step_(self, ids_b, cache, impl)
-            if logits_bw is not None:
-                return logits_bw
+            found = native_step(self, ids_b, cache, impl)
+            if found is not None:
+                return found[0]
         logits_bw, new = self.step(ids_b, cache, impl="portable")
         cache.assign_(new)
         return logits_bw
@@ -208,25 +215,27 @@ class MambaLM(nn.Module):
         """Run one token with a cache that the caller gives up; returns `(logits_bw, cache)`.
 
         The cheapest of `step_` and `step`: the CPU decoder writes into the given cache and returns
-        it; where modules run, a new one is returned. Inference only.
+        it; where modules run, or keys and values of attention have no room left, a new one is
+        returned. Inference only.
 
         Args:
             ids_b: as for `step`.
             cache: as for `step`.
             impl: as for `step`.
             landing_bw: where the decoder writes the logits. An interrupt that arrives while it
-                runs is raised before this function returns: the given cache then holds the new
-                state, and only here are the logits to be found. (batch, rows of the head), float32,
-                contiguous, on the CPU. Modules leave the given cache alone, and this too.
+                runs is raised before this function returns: if the given cache then holds the new
+                state (its position tells), only here are the logits to be found. (batch, rows of
+                the head), float32, contiguous, on the CPU. Modules leave the given cache alone, and
+                this too.
 
         Raises:
             ShapeError: the decoder cannot write into `landing_bw`.
         """
         self._check_token("MambaLM.advance", ids_b, cache, impl)
         if self._decodes(impl):
-            logits_bw = native_step_(self, ids_b, cache, impl, landing_bw)
-            if logits_bw is not None:
-                return LmStep(logits_bw, cache)
+            found = native_step(self, ids_b, cache, impl, landing_bw)
+            if found is not None:
+                return LmStep(*found)
         return self.step(ids_b, cache, impl="portable")
 
     def unchanged(self) -> AbstractContextManager[None]:

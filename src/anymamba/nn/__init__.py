@@ -15,6 +15,7 @@ from anymamba.nn.cache import (
     ModelCache,
     RotationState,
     join_rows,
+    with_room,
 )
 from anymamba.nn.count import count_parameters, flops_per_token, state_bytes
 from anymamba.nn.mamba1 import Mamba
@@ -122,4 +123,5 @@ __all__ = [
     "quantize",
     "state_bytes",
     "token_mask",
+    "with_room",
 ]

@@ -91,15 +91,14 @@ class MHA(Block[KVCache]):
         self.rotary_emb_base = rotary_emb_base
         self.pairing = "interleaved" if rotary_emb_interleaved else "half_split"
         self.qkv_dim = self.head_dim * (num_heads + 2 * self.num_heads_kv)
+        self.d_inner = self.head_dim * num_heads + self.mlp_dim // 2
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(
             embed_dim, self.qkv_dim + self.mlp_dim, bias=qkv_proj_bias, **factory
         )
         if d_conv > 0:
             self.conv1d = short_convolution(self.qkv_dim, d_conv, True, **factory)
-        self.out_proj = nn.Linear(
-            self.head_dim * num_heads + self.mlp_dim // 2, embed_dim, bias=out_proj_bias, **factory
-        )
+        self.out_proj = nn.Linear(self.d_inner, embed_dim, bias=out_proj_bias, **factory)
 
     def extra_repr(self) -> str:
         """Name the sizes."""
@@ -246,13 +245,18 @@ class MHA(Block[KVCache]):
         context_qsv, cache = self._attend(rows_qsv, cache, pack.length_q)
         return context_qsv[place].unsqueeze(0), cache
 
+    def rotary_rates(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Return by how much each pair of a head turns from one position to the next."""
+        width = self.rotary_emb_dim
+        exponent = torch.arange(0, width, 2, device=device, dtype=dtype) / width
+        return self.rotary_emb_base**-exponent
+
     def _rotary(self, x_bshd: Tensor, place_bs: Tensor) -> Tensor:
         width = self.rotary_emb_dim
         if width == 0:
             return x_bshd
         dtype = torch.float64 if x_bshd.dtype == torch.float64 else torch.float32
-        exponent = torch.arange(0, width, 2, device=x_bshd.device, dtype=dtype) / width
-        angle_bs1a = place_bs[..., None, None].to(dtype) * self.rotary_emb_base**-exponent
+        angle_bs1a = place_bs[..., None, None].to(dtype) * self.rotary_rates(dtype, x_bshd.device)
         turned = rotate_pairs(x_bshd[..., :width], angle_bs1a, self.pairing)
         return torch.cat([turned, x_bshd[..., width:]], dim=-1)
 

@@ -302,7 +302,8 @@ class Stack(LayeredModule):
         if any(isinstance(layer, KVCache) for layer in cache.layers):
             raise BackendError(
                 f"{where}: keys and values of attention layers grow, so their cache cannot be "
-                "updated in place. Use step, which returns a new cache."
+                "updated in place. Use step, which returns a new cache; a language model also has "
+                "advance, which seldom makes one."
             )
         if self.has_registers:
             raise BackendError(

@@ -3,8 +3,8 @@
 from anymamba.models.decoder.decoder import (
     doubt_copies,
     native_refusal,
-    native_step_,
+    native_step,
     unchanged,
 )
 
-__all__ = ["doubt_copies", "native_refusal", "native_step_", "unchanged"]
+__all__ = ["doubt_copies", "native_refusal", "native_step", "unchanged"]

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from anymamba import settings
 from anymamba.errors import BackendError, ShapeError
 from anymamba.models.decoder.layers import layer_of
-from anymamba.models.decoder.states import Binding, tensors_of
+from anymamba.models.decoder.states import Binding, roomy, tensors_of
 from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.models.inputs import check_known, check_rows
-from anymamba.nn import ModelCache, QuantizedEmbedding
+from anymamba.nn import MHA, ModelCache, QuantizedEmbedding
 from anymamba.ops import decode, native_status
 
-__all__ = ["doubt_copies", "native_refusal", "native_step_", "unchanged"]
+__all__ = ["doubt_copies", "native_refusal", "native_step", "unchanged"]
 
 _log = logging.getLogger("anymamba.models")
 _log.addHandler(logging.NullHandler())
@@ -73,6 +73,7 @@ class _Decoder:
         found = [layer_of(weights, layers, place, width) for place in range(len(layers))]
         self.weights, self.vocabulary, self.head_rows = weights, table.rows, head.rows
         self.mixers = [mixer for _, mixer in found]
+        self.has_attention = any(isinstance(mixer, MHA) for mixer in self.mixers)
         self.program = decode.program_of(
             [layer for layer, _ in found],
             width,
@@ -167,10 +168,10 @@ def native_refusal(lm: nn.Module, ids_b: Tensor, cache: ModelCache | None = None
     return None
 
 
-def native_step_(
+def native_step(
     lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str, landing_bw: Tensor | None = None
-) -> Tensor | None:
-    """Run one token in the cache's own memory.
+) -> tuple[Tensor, ModelCache] | None:
+    """Run one token in the cache's own memory, or in a larger copy where attention has no room.
 
     Everything is checked before the kernel starts, and the kernel runs to its end: the state is
     that before the token or that after it.
@@ -178,13 +179,13 @@ def native_step_(
     Args:
         lm: a `MambaLM`.
         ids_b: one id per row.
-        cache: of this model, with as many rows; advanced in place.
+        cache: of this model, with as many rows; advanced in place, or left alone if it is full.
         impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
             raises it.
         landing_bw: where the kernel writes the logits; a new tensor by default.
 
     Returns:
-        The logits (batch, padded vocabulary), or None.
+        The logits (batch, padded vocabulary) and the cache after the token, or None.
 
     Raises:
         BackendError: with impl="native", the reason.
@@ -193,7 +194,7 @@ def native_step_(
         ShapeError: `landing_bw` does not fit.
     """
     try:
-        decoder, binding, tensors = _prepare(lm, ids_b, cache)
+        decoder, binding, cache, tensors = _prepare(lm, ids_b, cache)
     except NotServed as reason:
         if impl == "native":
             raise BackendError(
@@ -206,7 +207,7 @@ def native_step_(
     logits_bw = _landing(landing_bw, binding.rows, decoder.head_rows)
     binding.call.run(ids_b.to(torch.int64).contiguous(), logits_bw)
     torch.autograd.graph.increment_version(tensors)
-    return logits_bw if decoder.dtype == torch.float32 else logits_bw.to(decoder.dtype)
+    return logits_bw if decoder.dtype == torch.float32 else logits_bw.to(decoder.dtype), cache
 
 
 def _landing(given_bw: Tensor | None, rows: int, entries: int) -> Tensor:
@@ -221,13 +222,22 @@ def _landing(given_bw: Tensor | None, rows: int, entries: int) -> Tensor:
     return given_bw
 
 
-def _prepare(
-    lm: nn.Module, ids_b: Tensor, cache: ModelCache
-) -> tuple[_Decoder, Binding, list[Tensor]]:
+class _Prepared(NamedTuple):
+    """All that a token needs; the cache is the given one or one with more room."""
+
+    decoder: _Decoder
+    binding: Binding
+    cache: ModelCache
+    tensors: list[Tensor]
+
+
+def _prepare(lm: nn.Module, ids_b: Tensor, cache: ModelCache) -> _Prepared:
     decoder = _decoder_of(lm, ids_b)
     check_known("MambaLM", ids_b, decoder.vocabulary)
+    if decoder.has_attention:
+        cache = roomy(cache)
     tensors = tensors_of(cache)
-    return decoder, decoder.bound(cache, tensors), tensors
+    return _Prepared(decoder, decoder.bound(cache, tensors), cache, tensors)
 
 
 def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:
@@ -248,6 +258,10 @@ def _check_call(ids_b: Tensor) -> None:
         raise NotServed(why_not)
     if type(ids_b) is not Tensor or ids_b.device.type != "cpu":
         raise NotServed("ids must be a plain tensor on the CPU")
+    if len(ids_b) > decode.MOST_ROWS:
+        raise NotServed(
+            f"at most {decode.MOST_ROWS} rows decode together, and there are {len(ids_b)}"
+        )
     if torch._C._are_functorch_transforms_active():
         raise NotServed("a transform of torch.func is at work")
     if torch.is_autocast_enabled("cpu"):

@@ -1,6 +1,7 @@
 """Each block as a layer of the decoder's program."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.nn import (
+    MHA,
     GatedMLP,
     Layer,
     Mamba,
@@ -28,14 +30,11 @@ def layer_of(
 ) -> tuple[decode.Layer, nn.Module]:
     """Return one layer of the program, of a model of this width, and its mixer."""
     layer = weights.module(layers, str(place), Layer)
-    families = (Mamba, Mamba2, Mamba3)
-    if type(layer.mixer) not in families:
-        raise NotServed(f"layer {place} is a {type(layer.mixer).__name__}, not one of Mamba's")
-    mixer = weights.module(layer, "mixer", *families)
+    mixer = weights.module(layer, "mixer", *_FAMILIES)
     out = decode.Layer(rates_eps=-1.0, dt_high=math.inf)
     out.norm = weights.norm(layer, "norm", width)
     out.out_proj = weights.matrix(mixer, "out_proj", width, mixer.d_inner)
-    {Mamba: _mamba1, Mamba2: _mamba2, Mamba3: _mamba3}[type(mixer)](weights, mixer, out, width)
+    _FAMILIES[type(mixer)](weights, mixer, out, width)
     if layer.has_mlp:
         out.norm2 = weights.norm(layer, "norm2", width)
         mlp = weights.module(layer, "mlp", GatedMLP)
@@ -152,3 +151,28 @@ def _rotation(weights: Weights, mixer: Mamba3, out: decode.Layer) -> None:
     out.is_turned = weights.option(turn, "width") > 0
     out.turn_scale = weights.option(turn, "range") * math.pi
     out.turn_floor = div_eps(torch.float32)
+
+
+def _attention(weights: Weights, mixer: MHA, out: decode.Layer, width: int) -> None:
+    if not weights.option(mixer, "causal"):
+        raise NotServed("attention must be causal")
+    out.family, out.heads, out.headdim = 0, mixer.num_heads, mixer.head_dim
+    out.groups, out.mlp = mixer.num_heads_kv, mixer.mlp_dim // 2
+    out.in_proj = weights.matrix(mixer, "in_proj", mixer.qkv_dim + mixer.mlp_dim, width)
+    if mixer.d_conv > 0:
+        _convolution(weights, mixer, out, mixer.qkv_dim)
+        out.conv_is_plain = True
+    scale = weights.option(mixer, "softmax_scale")
+    out.score_scale = mixer.head_dim**-0.5 if scale is None else scale
+    out.turns = weights.option(mixer, "rotary_emb_dim") // 2
+    out.rotation = decode.RotationKind[weights.option(mixer, "pairing").upper()]
+    weights.option(mixer, "rotary_emb_base")
+    out.a = weights.constant(mixer.rotary_rates(torch.float32, "cpu"))
+
+
+_FAMILIES: dict[type[nn.Module], Callable[..., None]] = {
+    Mamba: _mamba1,
+    Mamba2: _mamba2,
+    Mamba3: _mamba3,
+    MHA: _attention,
+}

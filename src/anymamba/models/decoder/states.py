@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from anymamba.errors import CacheError
 from anymamba.models.decoder.weights import NotServed
-from anymamba.nn import Mamba, Mamba2, ModelCache
+from anymamba.nn import MHA, KVCache, Mamba, Mamba2, ModelCache, with_room
 from anymamba.ops import decode
 
-__all__ = ["Binding", "tensors_of"]
+__all__ = ["Binding", "roomy", "tensors_of"]
 
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+# Places that keys and values grow by, at least; else by a quarter, so that each is seldom moved.
+_ROOM = 64
 
 
 def tensors_of(cache: ModelCache) -> list[Tensor]:
-    """Return every tensor of a cache of Mamba layers, the positions last."""
+    """Return every tensor of a cache, the positions last."""
     found: list[Tensor] = []
     for layer in cache.layers:
         for value in layer:
@@ -31,6 +33,29 @@ def tensors_of(cache: ModelCache) -> list[Tensor]:
     return found
 
 
+def roomy(cache: ModelCache) -> ModelCache:
+    """Return the cache itself if a token can be written into it, else a copy that has room.
+
+    A copy of everything: whoever holds the given cache has the state before the token, whatever
+    happens after.
+    """
+    pasts = [layer for layer in cache.layers if isinstance(layer, KVCache)]
+    if all(map(_has_room, pasts)):
+        return cache
+    longest = max(past.k_bhst.shape[2] for past in pasts)
+    return with_room(cache, max(_ROOM, longest // 4))
+
+
+def _has_room(past: KVCache) -> bool:
+    lengths, places = past.length_b.tolist(), past.k_bhst.shape[2]
+    if not all(0 <= length <= places for length in lengths):
+        raise CacheError(
+            f"MambaLM: length_b of a KVCache with {places} places must lie in 0..{places}; "
+            f"got {lengths}."
+        )
+    return places not in lengths and past.k_bhst.is_contiguous() and past.v_bhst.is_contiguous()
+
+
 class Binding:
     """A cache that was checked, and the call that runs on its memory."""
 
@@ -39,10 +64,6 @@ class Binding:
     ) -> None:
         """Check every state."""
         rows = cache.position_b.shape[0]
-        if rows > decode.MOST_ROWS:
-            raise NotServed(
-                f"at most {decode.MOST_ROWS} rows decode together, and there are {rows}"
-            )
         _check(cache.position_b, (), (torch.int64,), rows)
         states = []
         for mixer, layer in zip(mixers, cache.layers, strict=True):
@@ -71,6 +92,8 @@ def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
             "Use empty_cache(batch_size)."
         )
     wide = (torch.float32,)
+    if isinstance(mixer, MHA):
+        return _attention_states(mixer, layer, rows)
     if isinstance(mixer, Mamba):
         _check(layer.conv_bik, (mixer.d_inner, mixer.d_conv), _ACTIVATIONS, rows)
         _check(layer.ssm_bir, (mixer.d_inner, mixer.d_state), wide, rows)
@@ -93,6 +116,20 @@ def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
     shape = (mixer.nheads, turn.angles) if is_complex else (mixer.nheads, turn.blocks, 4)
     _check(rotation, shape, wide, rows)
     return [layer.ssm_bhpr, layer.k_state_bmhr, layer.v_state_bhp, rotation]
+
+
+def _attention_states(mixer: MHA, layer: KVCache, rows: int) -> list[Tensor]:
+    past = (mixer.num_heads_kv, layer.k_bhst.shape[2], mixer.head_dim)
+    _check(layer.k_bhst, past, _ACTIVATIONS, rows)
+    _check(layer.v_bhst, past, (layer.k_bhst.dtype,), rows)
+    _check(layer.length_b, (), (torch.int64,), rows)
+    found = [layer.k_bhst, layer.v_bhst, layer.length_b]
+    if (layer.conv_bvk is None) != (mixer.d_conv == 0):
+        raise CacheError("MambaLM: the state belongs to attention with another convolution.")
+    if layer.conv_bvk is not None:
+        _check(layer.conv_bvk, (mixer.qkv_dim, mixer.d_conv), _ACTIVATIONS, rows)
+        found.append(layer.conv_bvk)
+    return found
 
 
 def _check(

@@ -210,9 +210,12 @@ class Weights:
         self._bits.append(_bits_of(parameter))
         self._known_bits.append(self._bits[-1].clone())
         wide = parameter.detach().float()
-        copy = (wide if form is None else form(wide)).contiguous().clone()
-        self._copies.append(copy)
-        return copy.data_ptr()
+        return self.constant((wide if form is None else form(wide)).contiguous().clone())
+
+    def constant(self, tensor: Tensor) -> int:
+        """Keep a tensor for the program; return where it lies."""
+        self._copies.append(tensor)
+        return tensor.data_ptr()
 
     def _found(self, module: nn.Module, name: str) -> Tensor:
         home = module._parameters if name in module._parameters else module._buffers

@@ -62,14 +62,14 @@ def _fields(kind: type, names: str) -> tuple[tuple[str, type], ...]:
 
 
 class Layer(ctypes.Structure):
-    """A mixer of any family, its norm, and perhaps an MLP."""
+    """A mixer of any family (0 is attention), its norm, and perhaps an MLP."""
 
     _fields_ = (
         *_fields(c_int64, "family inner heads headdim state groups rank"),
         *_fields(Norm, "norm norm2"),
         *_fields(Matrix, "in_proj out_proj fc1 fc2"),
         *_fields(c_void_p, "conv_weight conv_bias"),
-        *_fields(c_int64, "conv_width"),
+        *_fields(c_int64, "conv_width conv_is_plain"),
         *_fields(c_void_p, "a skip dt_bias"),
         *_fields(Matrix, "x_proj"),
         *_fields(c_void_p, "dt_weight"),
@@ -82,7 +82,7 @@ class Layer(ctypes.Structure):
         *_fields(c_void_p, "b_norm c_norm b_bias c_bias mimo_x mimo_z mimo_o"),
         *_fields(c_double, "b_eps c_eps a_floor"),
         *_fields(c_int64, "is_heavy_tail rotation turns is_turned"),
-        *_fields(c_double, "turn_scale turn_floor"),
+        *_fields(c_double, "turn_scale turn_floor score_scale"),
     )
 
 
