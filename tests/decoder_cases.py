@@ -60,7 +60,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "attn_layer_idx": [0, 2],
         "attn_cfg": {"causal": True, "num_heads": 3, "head_dim": 20, "rotary_emb_dim": 20,
                      "rotary_emb_interleaved": True, "rotary_emb_base": 50.0,
-                     "qkv_proj_bias": False},
+                     "qkv_proj_bias": False, "out_proj_bias": False},
         "d_intermediate": 40,
     },
     "convolved, with an MLP beside": {

@@ -79,11 +79,22 @@ void turn_head(const DecodeLayer &layer, Turns turns, float *head) {
         rotate_all<2>(sine, cosine, layer.turns, head, head + 1);
 }
 
+// Asks for what is read after this, as much as is read now: keys and values take turns, and the
+// hardware would begin anew with each of them. Null asks for nothing.
+template <class T>
+ANYMAMBA_INLINE void ask_soon(const T *soon, int64_t first, int64_t count) {
+    if (soon == nullptr) return;
+    for (int64_t place = 0; place < count; place += 64 / (int64_t)sizeof(T))
+        __builtin_prefetch(soon + first + place, 0, 2);
+}
+
 // scores = q . k of a block of keys, which lie `width` apart; returns the largest.
 template <class T>
-float score_keys(const float *query, const T *keys, int64_t count, int64_t width, float *scores) {
+float score_keys(const float *query, const T *keys, const T *soon, int64_t count, int64_t width,
+                 float *scores) {
     int64_t key = 0;
     for (; key + kTogether <= count; key += kTogether) {
+        ask_soon(soon, key * width, kTogether * width);
         const T *at = keys + key * width;
         Vec sum[kTogether] = {};
         for (int64_t place = 0; place < width; place += kWidth) {
@@ -108,27 +119,29 @@ float score_keys(const float *query, const T *keys, int64_t count, int64_t width
 // context = scale context + the values of a block, each times its weight: kCount vectors of a head,
 // whose sums do not wait for each other.
 template <int64_t kCount, class T>
-ANYMAMBA_INLINE void add_some(const float *weights, const T *values, int64_t count, int64_t width,
-                              int64_t first, float scale, float *context) {
+ANYMAMBA_INLINE void add_some(const float *weights, const T *values, const T *soon, int64_t count,
+                              int64_t width, int64_t first, float scale, float *context) {
     Vec sum[kCount];
     for (int64_t each = 0; each < kCount; ++each)
         sum[each] = load(context + first + each * kWidth) * scale;
-    for (int64_t key = 0; key < count; ++key)
+    for (int64_t key = 0; key < count; ++key) {
+        ask_soon(soon, key * width + first, kCount * kWidth);
         for (int64_t each = 0; each < kCount; ++each)
             sum[each] +=
                 weights[key] * load_head(values + key * width, first + each * kWidth, width);
+    }
     for (int64_t each = 0; each < kCount; ++each)
         store(context + first + each * kWidth, sum[each]);
 }
 
 template <class T>
-void add_values(const float *weights, const T *values, int64_t count, int64_t width, float scale,
-                float *context) {
+void add_values(const float *weights, const T *values, const T *soon, int64_t count, int64_t width,
+                float scale, float *context) {
     int64_t place = 0;
     for (; place + kTogether * kWidth <= width; place += kTogether * kWidth)
-        add_some<kTogether>(weights, values, count, width, place, scale, context);
+        add_some<kTogether>(weights, values, soon, count, width, place, scale, context);
     for (; place < width; place += kWidth)
-        add_some<1>(weights, values, count, width, place, scale, context);
+        add_some<1>(weights, values, soon, count, width, place, scale, context);
 }
 
 // Scores become powers relative to the largest; returns their sum.
@@ -144,15 +157,18 @@ float raise(float *scores, int64_t count, float largest) {
 template <class T>
 void attend(GroupDesk &desk, const T *keys, const T *values, int64_t length, int64_t width) {
     for (int64_t start = 0; start < length; start += kKeys) {
-        const int64_t count = smaller(kKeys, length - start);
+        const int64_t count = smaller(kKeys, length - start), at = start * width;
         for (int64_t each = 0; each < desk.queries; ++each) {
-            const float own = score_keys(desk.query + each * desk.stride, keys + start * width,
+            // The first query brings what the others find in the caches.
+            const T *values_soon = each == 0 ? values + at : nullptr;
+            const T *keys_soon = each == 0 ? keys + at + count * width : nullptr;
+            const float own = score_keys(desk.query + each * desk.stride, keys + at, values_soon,
                                          count, width, desk.scores);
             float &largest = desk.largest[each];
             const float next = start > 0 && largest > own ? largest : own;
             const float scale = start > 0 ? first_lane(exp(splat(largest - next))) : 0.0f;
             desk.sum[each] = desk.sum[each] * scale + raise(desk.scores, count, next);
-            add_values(desk.scores, values + start * width, count, width, scale,
+            add_values(desk.scores, values + at, keys_soon, count, width, scale,
                        desk.context + each * desk.stride);
             largest = next;
         }

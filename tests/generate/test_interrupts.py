@@ -8,8 +8,9 @@ import torch
 
 import anymamba
 from anymamba.generate import generate_detailed, stream
+from anymamba.nn import with_room
 from anymamba.settings import override
-from decoder_cases import model, used_cache
+from decoder_cases import MODELS, model, used_cache
 
 PACKAGE = Path(anymamba.__file__).parent
 # Below these nothing is kept between two tokens.
@@ -17,6 +18,7 @@ PARTS = ("generate", "models/lm.py", "models/inputs.py", "models/decoder", "ops/
 WHERE = tuple(str(PACKAGE / part) for part in PARTS)
 # The blocks compute a new state and write nothing: who writes is `assign_`.
 STEP_WHERE = tuple(str(PACKAGE / part) for part in (*PARTS, "nn/cache_methods.py"))
+HYBRID_WHERE = tuple(str(PACKAGE / part) for part in (*PARTS, "nn/cache.py"))
 HOW = {"temperature": 1.0, "seed": 3, "max_new_tokens": 4}
 OPTIONS = {
     "greedy": {"max_new_tokens": 4},
@@ -72,11 +74,17 @@ def resumed(tokens, at):
 
 
 @pytest.mark.parametrize(
-    ("name", "native"), [*((name, "auto") for name in OPTIONS), ("functions", "off")]
+    ("name", "native", "family"),
+    [
+        *((name, "auto", "mamba2") for name in OPTIONS),
+        ("functions", "off", "mamba2"),
+        # Its keys get more room during the very token that is interrupted.
+        ("drawn from all", "auto", "turned halves"),
+    ],
 )
-def test_an_interrupt_at_any_line_changes_nothing(name, native):
+def test_an_interrupt_at_any_line_changes_nothing(name, native, family):
     """Tokens, log-probabilities, reason and state are those of the stream that nobody disturbed."""
-    lm = model("mamba2", n_layer=1)
+    lm = model(family, n_layer=1 if family in MODELS else 2)
     with override(native=native):
         [want], [logprobs], cache, [reason] = generate_detailed(
             lm, [[1, 2]], logprobs=True, **OPTIONS[name]
@@ -127,6 +135,33 @@ def test_an_interrupted_step_leaves_no_state_between_two_tokens(name, native):
             is_after = [torch.equal(found[n], x) for n, x in after.to_tensors().items()]
             assert all(is_before) or all(is_after), at
     assert all(is_after)
+    assert at > 20
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+@torch.no_grad()
+def test_an_interrupted_hybrid_is_before_or_after_a_token(has_room):
+    """Keys, values and their number move with all the rest; a full cache is never written to."""
+    lm = model("convolved, with an MLP beside")
+    ids_b, before = torch.tensor([1, 2]), used_cache(lm, 2)
+    if has_room:
+        before = with_room(before, 3)
+    _, after = lm.advance(ids_b, before.clone())
+    at, is_through = 0, False
+    while not is_through:
+        at += 1
+        cache, interrupter = before.clone(), Interrupter(at, HYBRID_WHERE)
+        try:
+            with interrupter:
+                lm.advance(ids_b, cache)
+        except KeyboardInterrupt:
+            pass
+        is_through = interrupter.left > 0
+        found = cache.to_tensors()
+        is_before = [torch.equal(found[n], x) for n, x in before.to_tensors().items()]
+        is_after = [torch.equal(found[n], x) for n, x in after.to_tensors().items()]
+        assert all(is_before) or (has_room and all(is_after)), at
+    assert all(is_after) == has_room
     assert at > 20
 
 

@@ -5,7 +5,7 @@ import torch
 
 from anymamba.errors import BackendError, CacheError
 from anymamba.generate import generate, generate_detailed, stream
-from anymamba.models import MambaLM, native_refusal, quantize_lm
+from anymamba.models import MambaLM, count_model, native_refusal, quantize_lm
 from anymamba.nn import KVCache, ModelCache
 from decoder_cases import (
     BYTES,
@@ -100,7 +100,7 @@ def test_half_types_equal_the_wide_model(name, dtype, kind):
             expected, want = wide.step(ids_b, want, impl="portable")
             logits_bw, got = lm.advance(ids_b, got, impl="native")
     assert logits_bw.dtype == dtype
-    # Keys and values of the past are halves, and so is what meets a matrix of bfloat16 on some CPUs.
+    # Keys and values of the past are halves; so is, on some CPUs, what meets a matrix of bfloat16.
     assert error_of(expected, logits_bw.float()) <= (3e-2 if dtype == torch.bfloat16 else 4e-3)
     assert got.layers[HYBRIDS[name]["attn_layer_idx"][0]].k_bhst.dtype == dtype
 
@@ -121,6 +121,19 @@ def test_integers_equal_their_dequantised_weights(name, scheme, kind, monkeypatc
             logits_bw, got = lm.advance(ids_b, got, impl="native")
             # One step of a rounded activation, as in test_decoder.py.
             assert error_of(expected, logits_bw) <= (1e-3 if largest > 127 else 1e-2)
+
+
+@NAMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_hybrids_have_the_states_of_plain_ones(name, dtype):
+    """Shapes, dtypes and counted bytes: a layer may be without a single parameter."""
+    plain = model(name, dtype, d_model=48)
+    want = used_cache(plain, 2)
+    lm = quantize_lm(model(name, dtype, d_model=48), "int8")
+    for cache in (lm.empty_cache(2), used_cache(lm, 2)):
+        for field, tensor in cache.to_tensors().items():
+            assert tensor.dtype == want.to_tensors()[field].dtype, field
+    assert count_model(lm, length=64).state_bytes == count_model(plain, length=64).state_bytes
 
 
 @KINDS
@@ -310,8 +323,9 @@ def test_rejects_states_that_do_not_fit(mistake):
     cache = used_cache(lm, 2)
     cache = cache._replace(layers=(cache.layers[0], change(cache.layers[1])))
     before = cache.clone()
-    with pytest.raises(CacheError, match=word):
-        lm.advance(tokens(2), cache, impl="native")
+    for verb in (lm.advance, lm.step):
+        with pytest.raises(CacheError, match=word), torch.no_grad():
+            verb(tokens(2), cache, impl="native")
     for name, tensor in cache.to_tensors().items():
         assert torch.equal(tensor, before.to_tensors()[name]), name
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from anymamba.bench.machine import array_to_read, read_rate
 from anymamba.models import MambaLM
-from anymamba.nn import ModelCache
+from anymamba.nn import KVCache, ModelCache
 
 __all__ = ["TokenLimit", "stored_bytes", "token_limit"]
 
@@ -49,8 +49,11 @@ class TokenLimit(NamedTuple):
 def token_limit(lm: MambaLM, cache: ModelCache) -> TokenLimit:
     """Measure the rate of reading memory, and count what a token of one row moves.
 
+    All weights, and the state: in and out, but keys and values of attention only in.
+
     Args:
         lm: the model.
         cache: its state; one row.
     """
-    return TokenLimit(stored_bytes(lm) + 2 * cache.nbytes, read_rate(array_to_read()))
+    state = sum(layer.nbytes * (2 - isinstance(layer, KVCache)) for layer in cache.layers)
+    return TokenLimit(stored_bytes(lm) + state, read_rate(array_to_read()))

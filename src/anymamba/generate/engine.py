@@ -13,7 +13,7 @@ import torch
 from anymamba.generate.batch import Batch, Options, Processor, Request, Row, Stop, request_of
 from anymamba.generate.prompts import Progress, Prompts, check_model, check_prompts
 from anymamba.models import MambaLM
-from anymamba.nn import ModelCache
+from anymamba.nn import ModelCache, without_room
 
 __all__ = ["GenerateOutput", "generate", "generate_detailed"]
 
@@ -151,7 +151,7 @@ def generate_detailed(
         [row.ids for row in rows],
         [row.logprobs for row in rows] if logprobs else None,
         # A copy made outside inference mode is an ordinary tensor again: gradients may pass it.
-        cache.clone(),
+        without_room(cache),
         [request.finish_of(row) or "length" for row in rows],
     )
 

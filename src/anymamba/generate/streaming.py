@@ -10,7 +10,7 @@ from torch import Tensor
 from anymamba.generate.batch import Batch, Options, Request, request_of
 from anymamba.generate.prompts import check_model, check_prompts
 from anymamba.models import MambaLM
-from anymamba.nn import ModelCache
+from anymamba.nn import ModelCache, without_room
 
 __all__ = ["Stream", "stream"]
 
@@ -89,7 +89,7 @@ class Stream(Iterator[int]):
         """The state after the prompt and all tokens yielded so far: a copy of its own."""
         if not self._has_token:
             self._feed()
-        return self._batch.cache.clone()
+        return without_room(self._batch.cache)
 
     @property
     def _position(self) -> int:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from anymamba.models.encoder import Encoder
 from anymamba.models.latent import LatentModel
@@ -113,8 +113,8 @@ def _top(name: str, stack: Any) -> Iterator[Part]:
 def _mixer(name: str, mixer: Any, passes: int, length: int) -> Part:
     state, flops = state_bytes(mixer), 0
     if isinstance(mixer, MHA):
-        like: Tensor = next(mixer.in_proj.parameters())
-        state += 2 * mixer.num_heads_kv * mixer.head_dim * length * like.element_size()
+        entry = mixer.empty_cache(1, device="meta").k_bhst.element_size()
+        state += 2 * mixer.num_heads_kv * mixer.head_dim * length * entry
         convolution = 2 * mixer.d_conv * mixer.qkv_dim
         # Scores and sums, two FLOP each per entry of a head; a token sees (length + 1) / 2 on
         # average.

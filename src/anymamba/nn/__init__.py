@@ -15,8 +15,8 @@ from anymamba.nn.cache import (
     ModelCache,
     RotationState,
     join_rows,
-    with_room,
 )
+from anymamba.nn.cache_room import check_past, with_room, without_room
 from anymamba.nn.count import count_parameters, flops_per_token, state_bytes
 from anymamba.nn.mamba1 import Mamba
 from anymamba.nn.mamba2 import Mamba2
@@ -102,6 +102,7 @@ __all__ = [
     "add_norm",
     "check_lengths",
     "check_options",
+    "check_past",
     "check_scheme",
     "context_parallel",
     "count_parameters",
@@ -124,4 +125,5 @@ __all__ = [
     "state_bytes",
     "token_mask",
     "with_room",
+    "without_room",
 ]

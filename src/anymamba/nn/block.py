@@ -19,6 +19,7 @@ from anymamba.errors import (
     ShapeError,
 )
 from anymamba.nn.cache_methods import map_tensors, named_tensors, rows, zip_tensors
+from anymamba.nn.quantized import QuantizedLinear
 from anymamba.nn.state_spec import StateSpec, check_state
 from anymamba.ops import SsdPath, accumulate_dtype, guard, segment_rows, without_gradients
 
@@ -168,9 +169,12 @@ class Block(nn.Module, ABC, Generic[CacheT]):
         return self.empty_cache(batch_size, dtype=dtype)
 
     def _like(self) -> Tensor:
-        """Return a parameter that tells the module's device and activation dtype."""
+        """Return a tensor that tells the module's device and activation dtype."""
         if type(self.in_proj) is nn.Linear:
             return self.in_proj.weight
+        if isinstance(self.in_proj, QuantizedLinear):
+            # Its integers are no parameters, and small parameters beside it may be wider.
+            return self.in_proj.scales.new_empty(0, dtype=self.in_proj.dtype)
         for parameter in self.in_proj.parameters():
             if parameter.is_floating_point():
                 return parameter

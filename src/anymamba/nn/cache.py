@@ -33,7 +33,6 @@ __all__ = [
     "ModelCache",
     "RotationState",
     "join_rows",
-    "with_room",
 ]
 
 
@@ -271,26 +270,6 @@ def join_rows(caches: Sequence[BlockCache]) -> BlockCache:
     columns = zip(*(methods.named_tensors(cache) for cache in caches), strict=True)
     joined = iter([torch.cat([tensor for _, tensor in column]) for column in columns])
     return methods.map_tensors(caches[0], lambda _: next(joined))
-
-
-def with_room(cache: ModelCache, places: int) -> ModelCache:
-    """Return a copy whose keys and values have room for so many more tokens than they had."""
-
-    def copied(layer: BlockCache) -> BlockCache:
-        if not isinstance(layer, KVCache):
-            return layer.clone()
-        # Padding copies keys and values, perhaps in the order in which the past lay.
-        longer = _padded(layer, layer.k_bhst.shape[2] + places)
-        return KVCache(
-            longer.k_bhst.contiguous(),
-            longer.v_bhst.contiguous(),
-            layer.length_b.clone(),
-            None if layer.conv_bvk is None else layer.conv_bvk.clone(),
-        )
-
-    return cache._replace(
-        layers=tuple(map(copied, cache.layers)), position_b=cache.position_b.clone()
-    )
 
 
 def _padded(cache: KVCache, length: int) -> KVCache:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anymamba.errors import CacheError
 from anymamba.models.decoder.weights import NotServed
-from anymamba.nn import MHA, KVCache, Mamba, Mamba2, ModelCache, with_room
+from anymamba.nn import MHA, KVCache, Mamba, Mamba2, ModelCache, check_past, with_room
 from anymamba.ops import decode
 
 __all__ = ["Binding", "roomy", "tensors_of"]
@@ -47,13 +47,8 @@ def roomy(cache: ModelCache) -> ModelCache:
 
 
 def _has_room(past: KVCache) -> bool:
-    lengths, places = past.length_b.tolist(), past.k_bhst.shape[2]
-    if not all(0 <= length <= places for length in lengths):
-        raise CacheError(
-            f"MambaLM: length_b of a KVCache with {places} places must lie in 0..{places}; "
-            f"got {lengths}."
-        )
-    return places not in lengths and past.k_bhst.is_contiguous() and past.v_bhst.is_contiguous()
+    is_full = past.k_bhst.shape[2] in check_past(past)
+    return not is_full and past.k_bhst.is_contiguous() and past.v_bhst.is_contiguous()
 
 
 class Binding:
