@@ -99,17 +99,26 @@ def used_cache(lm: MambaLM, rows: int) -> ModelCache:
         return lm.prefill(tokens(rows, 5, seed=2), impl="portable").cache
 
 
-def _rounded(x: Tensor, largest: int) -> Tensor:
-    """Return activations as the decoder rounds them: integers up to `largest` in blocks of 32."""
-    blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+def _rounded(x: Tensor, largest: int, columns: int) -> Tensor:
+    """Return activations as integers up to `largest`, with a scale for so many columns."""
+    blocks = F.pad(x, (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
     top = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return ((blocks * (largest / top)).round() * (top / largest)).flatten(-2)[..., : x.shape[-1]]
 
 
-def round_activations(monkeypatch: Any, largest: int) -> None:
-    """Give the modules of integer weights the activations that the decoder gives them."""
+def round_activations(monkeypatch: Any, scheme: str, kind: str) -> float:
+    """Give the modules of integer weights the activations that the decoder gives them.
+
+    Returns the error that is left: sums in another order put some activations on the other side of
+    a half, one step in one entry of a block.
+    """
+    has_bytes = kind in BYTES
+    largest, columns = 127 if scheme == "int4" or has_bytes else 32767, 64 if has_bytes else 32
     exact = QuantizedLinear.forward
-    monkeypatch.setattr(QuantizedLinear, "forward", lambda m, x: exact(m, _rounded(x, largest)))
+    monkeypatch.setattr(
+        QuantizedLinear, "forward", lambda m, x: exact(m, _rounded(x, largest, columns))
+    )
+    return 1e-2 if largest == 127 else 1e-3
 
 
 def assert_current(lm: MambaLM) -> None:

@@ -1,7 +1,8 @@
 // Integer matrices times vectors where the CPU adds four products of bytes to a lane in one
 // instruction (VPDPBUSD). A block of a panel is opened into registers, where all vectors meet it.
 //
-// Activations are bytes with a scale for every block, for both formats.
+// Activations are bytes with a scale for every stretch of two blocks, for both formats: a scale of
+// their own for every block would be one multiplication more beside the eight of the bytes.
 #include <immintrin.h>
 
 #include "decode_panels.h"
@@ -11,6 +12,8 @@ namespace {
 
 // Words of four activations, and vectors of four columns of sixteen rows, that make a block.
 constexpr int64_t kUnits = 8;
+// Blocks that share a scale of the activations; the last one of a row may be alone.
+constexpr int64_t kStretch = 2;
 constexpr float kLargest = 127.0f;
 constexpr int kStreams = streams_of(1);
 
@@ -69,27 +72,98 @@ ANYMAMBA_INLINE void write_sums(const DecodeMatrix &matrix, Share own, int64_t p
     _mm512_mask_storeu_ps(out + panel * kPanel, meant, sums);
 }
 
-// The order of a sum, for one vector and for several: blocks one after the other, each of them
-// exact.
+// parts[v] = or += the sums of a block, times its scales, for kCount vectors from `first` on.
+template <class Format, int64_t kCount, bool kAdds>
+ANYMAMBA_INLINE void add_block(const Panels<Format::kBytes> &panels, const Activations &x,
+                               int64_t panel, int64_t place, int64_t first, __m512 *parts) {
+    __m512i units[kUnits];
+    Format::open(panels.block(panel, place), units);
+    const __m512 scales = open_scales(panels.scales_of(panel, place));
+    const int64_t at = place * x.rows + first;
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kCount; ++v) {
+        const __m512 sum = block_sum(units, x.words + (at + v) * kUnits, x.offsets[at + v]);
+        parts[v] = kAdds ? parts[v] + sum * scales : sum * scales;
+    }
+}
+
+// sums[s] += what a stretch of kBlocks blocks adds to kTogether panels, `apart` from each other, for
+// one vector. The panels take turns block by block: memory comes soonest so.
+template <class Format, int kTogether, int64_t kBlocks>
+ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const Activations &x,
+                                   int64_t panel, int64_t apart, int64_t stretch, __m512 *sums) {
+    __m512 parts[kTogether];
+#pragma GCC unroll 4
+    for (int stream = 0; stream < kTogether; ++stream)
+        add_block<Format, 1, false>(panels, x, panel + stream * apart, stretch * kStretch, 0,
+                                    parts + stream);
+    if constexpr (kBlocks == 2)
+#pragma GCC unroll 4
+        for (int stream = 0; stream < kTogether; ++stream)
+            add_block<Format, 1, true>(panels, x, panel + stream * apart, stretch * kStretch + 1, 0,
+                                       parts + stream);
+#pragma GCC unroll 4
+    for (int stream = 0; stream < kTogether; ++stream)
+        sums[stream] = sums[stream] + parts[stream] * x.scales[stretch];
+}
+
+// The order of a sum, for one vector and for several: stretches one after the other, and in a
+// stretch the blocks, each of them exact.
 template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
+    const int64_t whole = panels.blocks / kStretch;
     read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kTogether = decltype(streams)::value;
         __m512 sums[kTogether] = {};
-        for (int64_t place = 0; place < panels.blocks; ++place)
-#pragma GCC unroll 4
-            for (int stream = 0; stream < kTogether; ++stream) {
-                const int64_t panel = first + stream * apart;
-                __m512i units[kUnits];
-                Format::open(panels.block(panel, place), units);
-                const __m512 sum = block_sum(units, x.words + place * kUnits, x.offsets[place]);
-                const __m512 scales = open_scales(panels.scales_of(panel, place));
-                sums[stream] = sums[stream] + sum * (scales * x.scales[place]);
-            }
+        for (int64_t stretch = 0; stretch < whole; ++stretch)
+            add_stretches<Format, kTogether, 2>(panels, x, first, apart, stretch, sums);
+        if (panels.blocks % kStretch > 0)
+            add_stretches<Format, kTogether, 1>(panels, x, first, apart, whole, sums);
         for (int stream = 0; stream < kTogether; ++stream)
             write_sums(matrix, own, first + stream * apart, sums[stream], out);
     });
+}
+
+// sums[v] += what a stretch of kBlocks blocks adds for kCount vectors from `first` on.
+template <class Format, int64_t kCount, int64_t kBlocks>
+ANYMAMBA_INLINE void add_stretch(const Panels<Format::kBytes> &panels, const Activations &x,
+                                 int64_t panel, int64_t stretch, int64_t first, __m512 *sums) {
+    const int64_t place = stretch * kStretch, at = stretch * x.rows + first;
+    __m512 parts[kCount];
+    add_block<Format, kCount, false>(panels, x, panel, place, first, parts);
+    if constexpr (kBlocks == 2)
+        add_block<Format, kCount, true>(panels, x, panel, place + 1, first, parts);
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kCount; ++v) sums[v] = sums[v] + parts[v] * x.scales[at + v];
+}
+
+// Vectors whose sums stay in registers.
+constexpr int64_t kVectors = 8;
+
+// A panel times the vectors from `first` on, kCount at a time; the first of all of them ask for what
+// comes behind the panel.
+template <class Format, int64_t kCount>
+ANYMAMBA_INLINE void multiply_panel(const DecodeMatrix &matrix,
+                                    const Panels<Format::kBytes> &panels, const Activations &x,
+                                    Share own, int64_t panel, int64_t first, float *out,
+                                    int64_t out_stride) {
+    const int64_t whole = panels.blocks / kStretch;
+    for (; first + kCount <= x.rows; first += kCount) {
+        __m512 sums[kCount] = {};
+        for (int64_t stretch = 0; stretch < whole; ++stretch) {
+            if (first == 0)
+                ask_for_block(panels.block(panel, stretch * kStretch), kStretch * panels.kBlock);
+            add_stretch<Format, kCount, 2>(panels, x, panel, stretch, first, sums);
+        }
+        if (panels.blocks % kStretch > 0)
+            add_stretch<Format, kCount, 1>(panels, x, panel, whole, first, sums);
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kCount; ++v)
+            write_sums(matrix, own, panel, sums[v], out + (first + v) * out_stride);
+    }
+    if constexpr (kCount > 1)
+        multiply_panel<Format, kCount / 2>(matrix, panels, x, own, panel, first, out, out_stride);
 }
 
 template <class Format>
@@ -97,25 +171,8 @@ void multiply_some(const DecodeMatrix &matrix, const Activations &x, Share own, 
                    int64_t out_stride) {
     const Panels<Format::kBytes> panels(matrix);
     const Share all = panels_of(own);
-    __m512 sums[kDecodeMostRows];
-    for (int64_t panel = all.first; panel < all.last; ++panel) {
-        for (int64_t v = 0; v < x.rows; ++v) sums[v] = __m512{};
-        for (int64_t place = 0; place < panels.blocks; ++place) {
-            const uint8_t *block = panels.block(panel, place);
-            ask_for_block(block, panels.kBlock);
-            __m512i units[kUnits];
-            Format::open(block, units);
-            const __m512 scales = open_scales(panels.scales_of(panel, place));
-            const int64_t at = place * x.rows;
-            for (int64_t v = 0; v < x.rows; ++v) {
-                const __m512 sum =
-                    block_sum(units, x.words + (at + v) * kUnits, x.offsets[at + v]);
-                sums[v] = sums[v] + sum * (scales * x.scales[at + v]);
-            }
-        }
-        for (int64_t v = 0; v < x.rows; ++v)
-            write_sums(matrix, own, panel, sums[v], out + v * out_stride);
-    }
+    for (int64_t panel = all.first; panel < all.last; ++panel)
+        multiply_panel<Format, kVectors>(matrix, panels, x, own, panel, 0, out, out_stride);
 }
 
 template <class Format>
@@ -127,24 +184,35 @@ void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, fl
         multiply_some<Format>(matrix, x, own, out, out_stride);
 }
 
-// One block of activations as bytes; returns their sum. A block with NaN or infinity has the scale
-// NaN, which makes every product NaN.
-ANYMAMBA_INLINE int32_t prepare_block(__m512 first, __m512 second, int32_t *words, float *scale) {
+// The scale of a stretch of activations, and what its entries are multiplied with to become bytes.
+struct Rounding {
+    float scale, inverse;
+    bool is_finite;
+};
+
+// A stretch with NaN or infinity has the scale NaN,
+// which makes every product NaN.
+ANYMAMBA_INLINE Rounding rounding_of(const float *from) {
     // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.
     const __m512i size = _mm512_set1_epi32(0x7FFFFFFF);
-    const int32_t bits = _mm512_reduce_max_epi32(
-        _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(first), size),
-                         _mm512_and_si512(_mm512_castps_si512(second), size)));
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t place = 0; place < kStretch * kDecodeBlock; place += kWidth)
+        most = _mm512_max_epi32(
+            most, _mm512_and_si512(_mm512_castps_si512(load(from + place)), size));
+    const int32_t bits = _mm512_reduce_max_epi32(most);
     float largest;
     memcpy(&largest, &bits, sizeof(largest));
-    const bool is_finite = bits < 0x7F800000;
-    *scale = is_finite ? largest / kLargest : __builtin_nanf("");
-    // Below this, the inverse would be infinite; the block is zero to rounding.
-    const float inverse = is_finite && largest >= 1e-30f ? kLargest / largest : 0.0f;
+    if (bits >= 0x7F800000) return {__builtin_nanf(""), 0.0f, false};
+    // Below this, the inverse would be infinite; the stretch is zero to rounding.
+    return {largest / kLargest, largest >= 1e-30f ? kLargest / largest : 0.0f, true};
+}
+
+// One block as bytes; returns their sum.
+ANYMAMBA_INLINE int32_t prepare_block(const float *from, Rounding rounding, int32_t *words) {
     // Of NaN and infinity no integers are made: their sum has to fit.
-    const __mmask16 all = is_finite ? 0xFFFF : 0;
-    const __m512i low = _mm512_maskz_cvtps_epi32(all, first * inverse);
-    const __m512i high = _mm512_maskz_cvtps_epi32(all, second * inverse);
+    const __mmask16 all = rounding.is_finite ? 0xFFFF : 0;
+    const __m512i low = _mm512_maskz_cvtps_epi32(all, load(from) * rounding.inverse);
+    const __m512i high = _mm512_maskz_cvtps_epi32(all, load(from + kWidth) * rounding.inverse);
     const __m128i bytes[2] = {_mm512_cvtepi32_epi8(low), _mm512_cvtepi32_epi8(high)};
     memcpy(words, bytes, sizeof(bytes));
     return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
@@ -157,20 +225,27 @@ int32_t shift_of(DecodeFormat format) {
 }  // namespace
 
 void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
-    const int64_t whole = matrix.columns / kDecodeBlock;
-    const int64_t rest = matrix.columns % kDecodeBlock, shift = shift_of(matrix.format);
-    for (int64_t block = 0; block < whole + (rest > 0); ++block)
+    constexpr int64_t kColumns = kStretch * kDecodeBlock;
+    const int64_t shift = shift_of(matrix.format);
+    for (int64_t stretch = 0; stretch < ceil_div(matrix.columns, kColumns); ++stretch)
         for (int64_t row = 0; row < x->rows; ++row) {
-            const float *from = x->values + row * x->stride + block * kDecodeBlock;
-            float part[kDecodeBlock] = {};
-            if (block == whole) {
-                memcpy(part, from, (size_t)rest * sizeof(float));
+            const float *from = x->values + row * x->stride + stretch * kColumns;
+            const int64_t left = matrix.columns - stretch * kColumns;
+            float part[kColumns];
+            if (left < kColumns) {
+                memset(part, 0, sizeof(part));
+                memcpy(part, from, (size_t)left * sizeof(float));
                 from = part;
             }
-            const int64_t at = block * x->rows + row;
-            const int32_t sum = prepare_block(load(from), load(from + kWidth),
-                                              x->words + at * kUnits, x->scales + at);
-            x->offsets[at] = -(int32_t)shift * sum;
+            const Rounding rounding = rounding_of(from);
+            x->scales[stretch * x->rows + row] = rounding.scale;
+            for (int64_t block = 0; block < smaller(kStretch, ceil_div(left, kDecodeBlock));
+                 ++block) {
+                const int64_t at = (stretch * kStretch + block) * x->rows + row;
+                const int32_t sum =
+                    prepare_block(from + block * kDecodeBlock, rounding, x->words + at * kUnits);
+                x->offsets[at] = -(int32_t)shift * sum;
+            }
         }
 }
 

@@ -8,7 +8,6 @@ from anymamba.generate import generate, generate_detailed, stream
 from anymamba.models import MambaLM, count_model, native_refusal, quantize_lm
 from anymamba.nn import KVCache, ModelCache
 from decoder_cases import (
-    BYTES,
     HYBRIDS,
     VOCABULARY,
     merge_lora,
@@ -110,8 +109,7 @@ def test_half_types_equal_the_wide_model(name, dtype, kind):
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_integers_equal_their_dequantised_weights(name, scheme, kind, monkeypatch):
     """A quantised hybrid decodes as its modules do with activations in the same blocks."""
-    largest = 127 if scheme == "int4" or kind in BYTES else 32767
-    round_activations(monkeypatch, largest)
+    left = round_activations(monkeypatch, scheme, kind)
     lm = quantize_lm(model(name, d_model=48), scheme)
     want = ragged_cache(lm, [3, 70])
     got = want.clone()
@@ -119,8 +117,7 @@ def test_integers_equal_their_dequantised_weights(name, scheme, kind, monkeypatc
         for ids_b in tokens(3, 2):
             expected, want = lm.step(ids_b, want, impl="portable")
             logits_bw, got = lm.advance(ids_b, got, impl="native")
-            # One step of a rounded activation, as in test_decoder.py.
-            assert error_of(expected, logits_bw) <= (1e-3 if largest > 127 else 1e-2)
+            assert error_of(expected, logits_bw) <= left
 
 
 @NAMES
