@@ -113,7 +113,8 @@ def round_activations(monkeypatch: Any, scheme: str, kind: str) -> float:
     a half, one step in one entry of a block.
     """
     has_bytes = kind in BYTES
-    largest, columns = 127 if scheme == "int4" or has_bytes else 32767, 64 if has_bytes else 32
+    largest = 127 if scheme == "int4" or has_bytes else 32767
+    columns = 64 if scheme == "int4" and has_bytes else 32
     exact = QuantizedLinear.forward
     monkeypatch.setattr(
         QuantizedLinear, "forward", lambda m, x: exact(m, _rounded(x, largest, columns))

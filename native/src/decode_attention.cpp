@@ -21,7 +21,7 @@ struct GroupDesk {
     float *query, *context;  // (queries, stride); behind a head there are zeros
     float *scores;           // of the keys of a block
     float *largest, *sum;    // of the scores so far, and of their powers
-    float *key, *value;      // of the new token
+    float *key;              // of the new token
     Turns turns;
 
     GroupDesk(Carver &carver, const DecodeLayer &layer)
@@ -32,26 +32,11 @@ struct GroupDesk {
           scores(carver.floats(kKeys)),
           largest(carver.floats(queries)),
           sum(carver.floats(queries)),
-          key(carver.floats(stride)),
-          value(carver.floats(stride)) {
+          key(carver.floats(stride)) {
         turns.stride = ceil_div(layer.turns, kWidth) * kWidth;
         turns.rows = carver.floats(3 * turns.stride);
     }
 };
-
-// A vector that is not whole, of any of the formats of a state.
-template <class T>
-ANYMAMBA_INLINE Vec load_rest(const T *from, int64_t count) {
-    T lanes[kWidth] = {};
-    memcpy(lanes, from, (size_t)count * sizeof(T));
-    return load(lanes);
-}
-
-template <class T>
-ANYMAMBA_INLINE Vec load_head(const T *from, int64_t place, int64_t width) {
-    const int64_t rest = width - place;
-    return rest >= kWidth ? load(from + place) : load_rest(from + place, rest);
-}
 
 // The sines and cosines of a position. The angle is rounded to float32 as the modules round it, but
 // its turns are counted in double: after a million tokens they would not fit the fraction.
@@ -69,14 +54,6 @@ void angles_at(const DecodeLayer &layer, int64_t position, Turns turns) {
         store(sine + place, s);
         store(cosine + place, c);
     }
-}
-
-void turn_head(const DecodeLayer &layer, Turns turns, float *head) {
-    const float *sine = turns.rows + turns.stride, *cosine = sine + turns.stride;
-    if (layer.rotation == DecodeRotation::kHalfSplit)
-        rotate_all<1>(sine, cosine, layer.turns, head, head + layer.turns);
-    else
-        rotate_all<2>(sine, cosine, layer.turns, head, head + 1);
 }
 
 // Asks for what is read after this, as much as is read now: keys and values take turns, and the
@@ -100,14 +77,14 @@ float score_keys(const float *query, const T *keys, const T *soon, int64_t count
         for (int64_t place = 0; place < width; place += kWidth) {
             const Vec own = load(query + place);
             for (int64_t each = 0; each < kTogether; ++each)
-                sum[each] += own * load_head(at + each * width, place, width);
+                sum[each] += own * load_most(at + each * width + place, width - place);
         }
         sum_lanes_of_four(sum[0], sum[1], sum[2], sum[3], scores + key);
     }
     for (; key < count; ++key) {
         Vec sum = {};
         for (int64_t place = 0; place < width; place += kWidth)
-            sum += load(query + place) * load_head(keys + key * width, place, width);
+            sum += load(query + place) * load_most(keys + key * width + place, width - place);
         scores[key] = sum_lanes(sum);
     }
     float largest = scores[0];
@@ -117,21 +94,23 @@ float score_keys(const float *query, const T *keys, const T *soon, int64_t count
 }
 
 // context = scale context + the values of a block, each times its weight: kCount vectors of a head,
-// whose sums do not wait for each other.
+// whose sums do not wait for each other. A block is summed by itself: one sum over a long past would
+// lose what each value adds.
 template <int64_t kCount, class T>
 ANYMAMBA_INLINE void add_some(const float *weights, const T *values, const T *soon, int64_t count,
                               int64_t width, int64_t first, float scale, float *context) {
-    Vec sum[kCount];
-    for (int64_t each = 0; each < kCount; ++each)
-        sum[each] = load(context + first + each * kWidth) * scale;
+    Vec sum[kCount] = {};
     for (int64_t key = 0; key < count; ++key) {
         ask_soon(soon, key * width + first, kCount * kWidth);
-        for (int64_t each = 0; each < kCount; ++each)
-            sum[each] +=
-                weights[key] * load_head(values + key * width, first + each * kWidth, width);
+        for (int64_t each = 0; each < kCount; ++each) {
+            const int64_t place = first + each * kWidth;
+            sum[each] += weights[key] * load_most(values + key * width + place, width - place);
+        }
     }
-    for (int64_t each = 0; each < kCount; ++each)
-        store(context + first + each * kWidth, sum[each]);
+    for (int64_t each = 0; each < kCount; ++each) {
+        float *own = context + first + each * kWidth;
+        store(own, load(own) * scale + sum[each]);
+    }
 }
 
 template <class T>
@@ -165,8 +144,8 @@ void attend(GroupDesk &desk, const T *keys, const T *values, int64_t length, int
             const float own = score_keys(desk.query + each * desk.stride, keys + at, values_soon,
                                          count, width, desk.scores);
             float &largest = desk.largest[each];
-            const float next = start > 0 && largest > own ? largest : own;
-            const float scale = start > 0 ? first_lane(exp(splat(largest - next))) : 0.0f;
+            const float next = own > largest ? own : largest;
+            const float scale = first_lane(exp(splat(largest - next)));
             desk.sum[each] = desk.sum[each] * scale + raise(desk.scores, count, next);
             add_values(desk.scores, values + at, keys_soon, count, width, scale,
                        desk.context + each * desk.stride);
@@ -207,13 +186,15 @@ void run_group(const Step &step, const DecodeLayer &layer, const anymamba_tensor
         float *own = desk.query + each * desk.stride;
         memcpy(own, query + each * width, (size_t)width * sizeof(float));
         memset(own + width, 0, (size_t)rest * sizeof(float));
-        turn_head(layer, desk.turns, own);
+        rotate_pairs(layer, desk.turns, layer.turns, own);
+        // Finite, so that scores of minus infinity weigh nothing instead of becoming NaN.
+        desk.largest[each] = -__FLT_MAX__;
         for (int64_t entry = 0; entry < width; ++entry) own[entry] *= (float)layer.score_scale;
     }
     memset(desk.context, 0, (size_t)(desk.queries * desk.stride) * sizeof(float));
     memset(desk.sum, 0, (size_t)desk.queries * sizeof(float));
     memcpy(desk.key, key, (size_t)width * sizeof(float));
-    turn_head(layer, desk.turns, desk.key);
+    rotate_pairs(layer, desk.turns, layer.turns, desk.key);
     const auto at = [&](const anymamba_tensor &past) {
         return row * past.stride[0] + group * past.stride[1] + place * past.stride[2];
     };

@@ -72,7 +72,7 @@ void prepare_head(const DecodeLayer &layer, const anymamba_tensor *states, const
         for (float *key : both) {
             if (!layer.is_turned) continue;
             if (!is_quaternion) {
-                rotate_pairs(layer, desk.turns, key);
+                rotate_pairs(layer, desk.turns, layer.state / 2, key);
                 continue;
             }
             for (int64_t block = 0; block < layer.turns; ++block)

@@ -124,6 +124,12 @@ ANYMAMBA_INLINE Vec load(const Float16 *from) {
 #endif
 }
 
+#if defined(__AVX512F__)
+ANYMAMBA_INLINE Vec load_part(const Float16 *from, int64_t count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), from));
+}
+#endif
+
 ANYMAMBA_INLINE float widen(Float16 value) {
     Float16 lanes[kWidth] = {};
     lanes[0] = value;

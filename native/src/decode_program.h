@@ -51,7 +51,6 @@ struct DecodeLayer {
     const float *conv_weight;                  // (channels, width), the newest token's weight last
     const float *conv_bias;
     int64_t conv_width;
-    int64_t conv_is_plain;  // without SiLU
     const float *a;        // Mamba-1: A / ln 2, (inner, state); Mamba-2: A, (heads); attention:
                            // angles of a position, (turns)
     const float *skip;     // Mamba-1: (inner); Mamba-3: (heads); Mamba-2: either

@@ -5,7 +5,7 @@
 
 namespace anymamba::ANYMAMBA_VARIANT {
 
-// Eight rows of as many numbers as a head has angles or quaternions, in whole vectors.
+// Rows of as many numbers as a head has angles (three rows) or quaternions (eight), in whole vectors.
 struct Turns {
     float *rows;
     int64_t stride;
@@ -38,10 +38,11 @@ ANYMAMBA_INLINE void rotate_all(const float *__restrict sine, const float *__res
     }
 }
 
-inline void rotate_pairs(const DecodeLayer &layer, Turns turns, float *key) {
+// `half` lies between the two of a pair, if they are not neighbours.
+inline void rotate_pairs(const DecodeLayer &layer, Turns turns, int64_t half, float *key) {
     const float *sine = turns.rows + turns.stride, *cosine = sine + turns.stride;
     if (layer.rotation == DecodeRotation::kHalfSplit)
-        rotate_all<1>(sine, cosine, layer.turns, key, key + layer.state / 2);
+        rotate_all<1>(sine, cosine, layer.turns, key, key + half);
     else
         rotate_all<2>(sine, cosine, layer.turns, key, key + 1);
 }

@@ -120,6 +120,7 @@ void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t r
               int64_t last, float *channels) {
     if (first >= last) return;
     const int64_t width = layer.conv_width, start = row * window.stride[0];
+    const bool is_attention = layer.family == 0;  // which does not activate
     if (width == kTaps && window.stride[1] == kTaps)
         shift_in_four(window, start + first * kTaps, layer.conv_weight + first * kTaps,
                       last - first, channels + first);
@@ -131,7 +132,7 @@ void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t r
         const int64_t count = smaller(last - channel, kWidth);
         Vec sum = load_most(channels + channel, count);
         if (layer.conv_bias != nullptr) sum += load_most(layer.conv_bias + channel, count);
-        store_most(channels + channel, layer.conv_is_plain ? sum : silu(sum), count);
+        store_most(channels + channel, is_attention ? sum : silu(sum), count);
     }
 }
 

@@ -1,8 +1,9 @@
 // Integer matrices times vectors where the CPU adds four products of bytes to a lane in one
 // instruction (VPDPBUSD). A block of a panel is opened into registers, where all vectors meet it.
 //
-// Activations are bytes with a scale for every stretch of two blocks, for both formats: a scale of
-// their own for every block would be one multiplication more beside the eight of the bytes.
+// Activations are bytes with a scale for every stretch of blocks: one block beside int8, whose
+// rounding is of the same size, two beside int4, where it is lost in that of the weights. A scale for
+// every block is one multiplication more beside the eight of the bytes.
 #include <immintrin.h>
 
 #include "decode_panels.h"
@@ -12,15 +13,13 @@ namespace {
 
 // Words of four activations, and vectors of four columns of sixteen rows, that make a block.
 constexpr int64_t kUnits = 8;
-// Blocks that share a scale of the activations; the last one of a row may be alone.
-constexpr int64_t kStretch = 2;
 constexpr float kLargest = 127.0f;
 constexpr int kStreams = streams_of(1);
 
 // A format says how a block becomes units, whose bytes are the weights plus kShift: VPDPBUSD takes
 // bytes without a sign on one side.
 struct Int8Format {
-    static constexpr int64_t kBytes = 32;
+    static constexpr int64_t kBytes = 32, kStretch = 1;
     static constexpr int32_t kShift = 128;
 
     static ANYMAMBA_INLINE void open(const uint8_t *block, __m512i *units) {
@@ -32,7 +31,7 @@ struct Int8Format {
 };
 
 struct Int4Format {
-    static constexpr int64_t kBytes = 16;
+    static constexpr int64_t kBytes = 16, kStretch = 2;
     static constexpr int32_t kShift = 8;
 
     static ANYMAMBA_INLINE void open(const uint8_t *block, __m512i *units) {
@@ -92,15 +91,15 @@ ANYMAMBA_INLINE void add_block(const Panels<Format::kBytes> &panels, const Activ
 template <class Format, int kTogether, int64_t kBlocks>
 ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const Activations &x,
                                    int64_t panel, int64_t apart, int64_t stretch, __m512 *sums) {
+    const int64_t place = stretch * Format::kStretch;
     __m512 parts[kTogether];
 #pragma GCC unroll 4
     for (int stream = 0; stream < kTogether; ++stream)
-        add_block<Format, 1, false>(panels, x, panel + stream * apart, stretch * kStretch, 0,
-                                    parts + stream);
+        add_block<Format, 1, false>(panels, x, panel + stream * apart, place, 0, parts + stream);
     if constexpr (kBlocks == 2)
 #pragma GCC unroll 4
         for (int stream = 0; stream < kTogether; ++stream)
-            add_block<Format, 1, true>(panels, x, panel + stream * apart, stretch * kStretch + 1, 0,
+            add_block<Format, 1, true>(panels, x, panel + stream * apart, place + 1, 0,
                                        parts + stream);
 #pragma GCC unroll 4
     for (int stream = 0; stream < kTogether; ++stream)
@@ -112,13 +111,14 @@ ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const A
 template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
-    const int64_t whole = panels.blocks / kStretch;
+    const int64_t whole = panels.blocks / Format::kStretch;
     read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kTogether = decltype(streams)::value;
         __m512 sums[kTogether] = {};
         for (int64_t stretch = 0; stretch < whole; ++stretch)
-            add_stretches<Format, kTogether, 2>(panels, x, first, apart, stretch, sums);
-        if (panels.blocks % kStretch > 0)
+            add_stretches<Format, kTogether, Format::kStretch>(panels, x, first, apart, stretch,
+                                                               sums);
+        if (panels.blocks % Format::kStretch > 0)
             add_stretches<Format, kTogether, 1>(panels, x, first, apart, whole, sums);
         for (int stream = 0; stream < kTogether; ++stream)
             write_sums(matrix, own, first + stream * apart, sums[stream], out);
@@ -129,7 +129,7 @@ void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, f
 template <class Format, int64_t kCount, int64_t kBlocks>
 ANYMAMBA_INLINE void add_stretch(const Panels<Format::kBytes> &panels, const Activations &x,
                                  int64_t panel, int64_t stretch, int64_t first, __m512 *sums) {
-    const int64_t place = stretch * kStretch, at = stretch * x.rows + first;
+    const int64_t place = stretch * Format::kStretch, at = stretch * x.rows + first;
     __m512 parts[kCount];
     add_block<Format, kCount, false>(panels, x, panel, place, first, parts);
     if constexpr (kBlocks == 2)
@@ -148,13 +148,14 @@ ANYMAMBA_INLINE void multiply_panel(const DecodeMatrix &matrix,
                                     const Panels<Format::kBytes> &panels, const Activations &x,
                                     Share own, int64_t panel, int64_t first, float *out,
                                     int64_t out_stride) {
+    constexpr int64_t kStretch = Format::kStretch;
     const int64_t whole = panels.blocks / kStretch;
     for (; first + kCount <= x.rows; first += kCount) {
         __m512 sums[kCount] = {};
         for (int64_t stretch = 0; stretch < whole; ++stretch) {
             if (first == 0)
                 ask_for_block(panels.block(panel, stretch * kStretch), kStretch * panels.kBlock);
-            add_stretch<Format, kCount, 2>(panels, x, panel, stretch, first, sums);
+            add_stretch<Format, kCount, kStretch>(panels, x, panel, stretch, first, sums);
         }
         if (panels.blocks % kStretch > 0)
             add_stretch<Format, kCount, 1>(panels, x, panel, whole, first, sums);
@@ -192,11 +193,11 @@ struct Rounding {
 
 // A stretch with NaN or infinity has the scale NaN,
 // which makes every product NaN.
-ANYMAMBA_INLINE Rounding rounding_of(const float *from) {
+ANYMAMBA_INLINE Rounding rounding_of(const float *from, int64_t columns) {
     // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.
     const __m512i size = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i most = _mm512_setzero_si512();
-    for (int64_t place = 0; place < kStretch * kDecodeBlock; place += kWidth)
+    for (int64_t place = 0; place < columns; place += kWidth)
         most = _mm512_max_epi32(
             most, _mm512_and_si512(_mm512_castps_si512(load(from + place)), size));
     const int32_t bits = _mm512_reduce_max_epi32(most);
@@ -218,35 +219,38 @@ ANYMAMBA_INLINE int32_t prepare_block(const float *from, Rounding rounding, int3
     return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
 }
 
-int32_t shift_of(DecodeFormat format) {
-    return format == DecodeFormat::kInt8 ? Int8Format::kShift : Int4Format::kShift;
-}
-
-}  // namespace
-
-void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
-    constexpr int64_t kColumns = kStretch * kDecodeBlock;
-    const int64_t shift = shift_of(matrix.format);
-    for (int64_t stretch = 0; stretch < ceil_div(matrix.columns, kColumns); ++stretch)
+template <class Format>
+void prepare_in(int64_t columns, Activations *x) {
+    constexpr int64_t kColumns = Format::kStretch * kDecodeBlock;
+    for (int64_t stretch = 0; stretch < ceil_div(columns, kColumns); ++stretch)
         for (int64_t row = 0; row < x->rows; ++row) {
             const float *from = x->values + row * x->stride + stretch * kColumns;
-            const int64_t left = matrix.columns - stretch * kColumns;
+            const int64_t left = columns - stretch * kColumns;
             float part[kColumns];
             if (left < kColumns) {
                 memset(part, 0, sizeof(part));
                 memcpy(part, from, (size_t)left * sizeof(float));
                 from = part;
             }
-            const Rounding rounding = rounding_of(from);
+            const Rounding rounding = rounding_of(from, kColumns);
             x->scales[stretch * x->rows + row] = rounding.scale;
-            for (int64_t block = 0; block < smaller(kStretch, ceil_div(left, kDecodeBlock));
-                 ++block) {
-                const int64_t at = (stretch * kStretch + block) * x->rows + row;
+            const int64_t blocks = smaller(Format::kStretch, ceil_div(left, kDecodeBlock));
+            for (int64_t block = 0; block < blocks; ++block) {
+                const int64_t at = (stretch * Format::kStretch + block) * x->rows + row;
                 const int32_t sum =
                     prepare_block(from + block * kDecodeBlock, rounding, x->words + at * kUnits);
-                x->offsets[at] = -(int32_t)shift * sum;
+                x->offsets[at] = -Format::kShift * sum;
             }
         }
+}
+
+}  // namespace
+
+void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
+    if (matrix.format == DecodeFormat::kInt8)
+        prepare_in<Int8Format>(matrix.columns, x);
+    else
+        prepare_in<Int4Format>(matrix.columns, x);
 }
 
 void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,

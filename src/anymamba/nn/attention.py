@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anymamba.errors import BackendError, CacheError, ConfigError
 from anymamba.nn.block import Block
 from anymamba.nn.cache import KVCache
+from anymamba.nn.cache_room import check_past
 from anymamba.nn.conv import convolve, convolve_token, short_convolution
 from anymamba.nn.options import reject_unknown
 from anymamba.nn.plain import project
@@ -91,7 +92,6 @@ class MHA(Block[KVCache]):
         self.rotary_emb_base = rotary_emb_base
         self.pairing = "interleaved" if rotary_emb_interleaved else "half_split"
         self.qkv_dim = self.head_dim * (num_heads + 2 * self.num_heads_kv)
-        self.d_inner = self.head_dim * num_heads + self.mlp_dim // 2
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(
             embed_dim, self.qkv_dim + self.mlp_dim, bias=qkv_proj_bias, **factory
@@ -99,6 +99,11 @@ class MHA(Block[KVCache]):
         if d_conv > 0:
             self.conv1d = short_convolution(self.qkv_dim, d_conv, True, **factory)
         self.out_proj = nn.Linear(self.d_inner, embed_dim, bias=out_proj_bias, **factory)
+
+    @property
+    def d_inner(self) -> int:
+        """What `out_proj` reads: all heads, and the MLP beside them."""
+        return self.head_dim * self.num_heads + self.mlp_dim // 2
 
     def extra_repr(self) -> str:
         """Name the sizes."""
@@ -161,6 +166,14 @@ class MHA(Block[KVCache]):
             wanted["conv_bvk"] = StateSpec((self.qkv_dim, self.d_conv), dtype)
         for name, spec in wanted.items():
             check_state(where, name, getattr(cache, name), count, spec, u.device)
+        lengths = cache.length_b
+        if lengths.shape != (count,) or lengths.dtype != torch.int64:
+            raise CacheError(
+                f"{where}: length_b of the cache must be int64 of shape {(count,)}; got "
+                f"{lengths.dtype} of shape {tuple(lengths.shape)}. Use empty_cache(batch_size)."
+            )
+        if _can_be_read(lengths):
+            check_past(where, cache)
         return cache
 
     def _sequence(
@@ -265,6 +278,16 @@ class MHA(Block[KVCache]):
             value, gate = mlp.chunk(2, dim=-1)
             context = torch.cat([context, value * F.silu(gate)], dim=-1)
         return project(self.out_proj, context)
+
+
+def _can_be_read(length_b: Tensor) -> bool:
+    """Whether looking at numbers costs nothing: not on other devices, not while tracing."""
+    return (
+        type(length_b) is Tensor
+        and length_b.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _written(past_bhsd: Tensor, piece_bhsd: Tensor, place_bs: Tensor) -> Tensor:

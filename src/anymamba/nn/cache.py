@@ -176,9 +176,10 @@ Mamba3Cache = Mamba3SingleSsdCache | Mamba3DoubleSsdCache
 
 
 class KVCache(NamedTuple):
-    """State of an attention layer: keys and values of the past, padded to the longest row.
+    """State of an attention layer: keys and values of the past, the longest row and perhaps room.
 
-    Row b uses the first `length_b[b]` places of the time axis; what lies beyond is never read.
+    Row b uses the first `length_b[b]` places of the time axis. What lies beyond has no weight, but
+    must be finite: modules multiply it by zero.
     """
 
     k_bhst: Tensor

@@ -1,6 +1,6 @@
 """Room for tokens to come behind the keys and values of attention.
 
-Row b of a `KVCache` uses the first `length_b[b]` places; nobody reads what lies behind. Whoever
+Row b of a `KVCache` uses the first `length_b[b]` places; what lies behind has no weight. Whoever
 decodes many tokens makes room for them beforehand, and gives the state away without it.
 """
 
@@ -16,19 +16,19 @@ __all__ = ["check_past", "with_room", "without_room"]
 
 def with_room(cache: ModelCache, places: int) -> ModelCache:
     """Return a copy whose keys and values have room for so many more tokens than they had."""
-    return _resized(cache, lambda past: past.k_bhst.shape[2] + places)
+    return _resized("with_room", cache, lambda past: past.k_bhst.shape[2] + places)
 
 
 def without_room(cache: ModelCache) -> ModelCache:
     """Return a copy whose keys and values end with the longest row."""
-    return _resized(cache, lambda past: int(past.length_b.max()))
+    return _resized("without_room", cache, lambda past: int(past.length_b.max()))
 
 
-def _resized(cache: ModelCache, places_of: Callable[[KVCache], int]) -> ModelCache:
+def _resized(where: str, cache: ModelCache, places_of: Callable[[KVCache], int]) -> ModelCache:
     def copied(layer: BlockCache) -> BlockCache:
         if not isinstance(layer, KVCache):
             return layer.clone()
-        check_past(layer)
+        check_past(where, layer)
         places = places_of(layer)
         return KVCache(
             _moved(layer.k_bhst, places),
@@ -42,22 +42,25 @@ def _resized(cache: ModelCache, places_of: Callable[[KVCache], int]) -> ModelCac
     )
 
 
-def check_past(past: KVCache) -> list[int]:
+def check_past(where: str, past: KVCache) -> list[int]:
     """Return the lengths of the rows, if keys and values have them.
 
     Raises:
         CacheError: there are not as many values as keys, or fewer than a length says.
     """
-    if past.k_bhst.shape != past.v_bhst.shape:
+    remedy = "Use empty_cache(batch_size), or a cache that this model returned."
+    shape = tuple(past.k_bhst.shape)
+    if len(shape) != 4 or shape != tuple(past.v_bhst.shape) or past.length_b.dim() != 1:
         raise CacheError(
-            "KVCache: k_bhst and v_bhst must have one shape; got "
-            f"{tuple(past.k_bhst.shape)} and {tuple(past.v_bhst.shape)}."
+            f"{where}: k_bhst and v_bhst of a KVCache must have one shape of four axes, length_b "
+            f"one axis; got {shape}, {tuple(past.v_bhst.shape)} and {tuple(past.length_b.shape)}. "
+            + remedy
         )
-    lengths, places = past.length_b.tolist(), past.k_bhst.shape[2]
-    if not all(0 <= length <= places for length in lengths):
+    lengths = past.length_b.tolist()
+    if not all(0 <= length <= shape[2] for length in lengths):
         raise CacheError(
-            f"KVCache: there are {places} places, so length_b must lie in 0..{places}; "
-            f"got {lengths}."
+            f"{where}: k_bhst has {shape[2]} places, so length_b must lie in 0..{shape[2]}; got "
+            f"{lengths}. " + remedy
         )
     return lengths
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anymamba import settings
 from anymamba.errors import BackendError, ShapeError
 from anymamba.models.decoder.layers import layer_of
-from anymamba.models.decoder.states import Binding, roomy, tensors_of
+from anymamba.models.decoder.states import Binding, check_states, roomy, tensors_of
 from anymamba.models.decoder.weights import NotServed, Weights
 from anymamba.models.inputs import check_known, check_rows
 from anymamba.nn import MHA, ModelCache, QuantizedEmbedding
@@ -94,12 +94,29 @@ class _Decoder:
         self.is_doubted = False
         return True
 
-    def bound(self, cache: ModelCache, tensors: list[Tensor]) -> Binding:
-        """Return the call on this cache's memory."""
-        binding = self._binding
-        if binding is None or not binding.fits(tensors):
+    def bound(self, cache: ModelCache) -> "_Bound":
+        """Return the call on this cache's memory, or on that of a copy with room for a token."""
+        tensors, binding = tensors_of(cache), self._binding
+        if binding is not None and not binding.fits(tensors):
+            binding = None
+        if self.has_attention:
+            # The given states first: what is wrong with them should be said of them.
+            if binding is None:
+                check_states(self.mixers, cache)
+            larger = roomy(cache)
+            if larger is not cache:
+                cache, tensors, binding = larger, tensors_of(larger), None
+        if binding is None:
             binding = self._binding = Binding(self.program, self.mixers, cache)
-        return binding
+        return _Bound(binding, cache, tensors)
+
+
+class _Bound(NamedTuple):
+    """A call, and the cache that it runs on."""
+
+    binding: Binding
+    cache: ModelCache
+    tensors: list[Tensor]
 
 
 def _check_stack(backbone: Any) -> None:
@@ -194,7 +211,7 @@ def native_step(
         ShapeError: `landing_bw` does not fit.
     """
     try:
-        decoder, binding, cache, tensors = _prepare(lm, ids_b, cache)
+        decoder, (binding, cache, tensors) = _prepare(lm, ids_b, cache)
     except NotServed as reason:
         if impl == "native":
             raise BackendError(
@@ -222,22 +239,10 @@ def _landing(given_bw: Tensor | None, rows: int, entries: int) -> Tensor:
     return given_bw
 
 
-class _Prepared(NamedTuple):
-    """All that a token needs; the cache is the given one or one with more room."""
-
-    decoder: _Decoder
-    binding: Binding
-    cache: ModelCache
-    tensors: list[Tensor]
-
-
-def _prepare(lm: nn.Module, ids_b: Tensor, cache: ModelCache) -> _Prepared:
+def _prepare(lm: nn.Module, ids_b: Tensor, cache: ModelCache) -> tuple[_Decoder, _Bound]:
     decoder = _decoder_of(lm, ids_b)
     check_known("MambaLM", ids_b, decoder.vocabulary)
-    if decoder.has_attention:
-        cache = roomy(cache)
-    tensors = tensors_of(cache)
-    return _Prepared(decoder, decoder.bound(cache, tensors), cache, tensors)
+    return decoder, decoder.bound(cache)
 
 
 def _decoder_of(lm: nn.Module, ids_b: Tensor) -> _Decoder:

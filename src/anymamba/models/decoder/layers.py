@@ -161,7 +161,6 @@ def _attention(weights: Weights, mixer: MHA, out: decode.Layer, width: int) -> N
     out.in_proj = weights.matrix(mixer, "in_proj", mixer.qkv_dim + mixer.mlp_dim, width)
     if mixer.d_conv > 0:
         _convolution(weights, mixer, out, mixer.qkv_dim)
-        out.conv_is_plain = True
     scale = weights.option(mixer, "softmax_scale")
     out.score_scale = mixer.head_dim**-0.5 if scale is None else scale
     out.turns = weights.option(mixer, "rotary_emb_dim") // 2

@@ -1,5 +1,6 @@
 """The states of a cache as the decoder writes them: checked once, then recognised."""
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from anymamba.models.decoder.weights import NotServed
 from anymamba.nn import MHA, KVCache, Mamba, Mamba2, ModelCache, check_past, with_room
 from anymamba.ops import decode
 
-__all__ = ["Binding", "roomy", "tensors_of"]
+__all__ = ["Binding", "check_states", "roomy", "tensors_of"]
 
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 # Places that keys and values grow by, at least; else by a quarter, so that each is seldom moved.
@@ -33,6 +34,22 @@ def tensors_of(cache: ModelCache) -> list[Tensor]:
     return found
 
 
+def check_states(mixers: Sequence[nn.Module], cache: ModelCache) -> list[list[Tensor]]:
+    """Return the states of each layer, if the kernel can write to them.
+
+    Keys and values may lie in any order yet: who makes room for them puts them in order.
+
+    Raises:
+        NotServed: the modules can use them, the kernel cannot.
+        CacheError: nobody can.
+    """
+    rows = cache.position_b.shape[0]
+    _check(cache.position_b, (), (torch.int64,), rows)
+    return [
+        _layer_states(mixer, layer, rows) for mixer, layer in zip(mixers, cache.layers, strict=True)
+    ]
+
+
 def roomy(cache: ModelCache) -> ModelCache:
     """Return the cache itself if a token can be written into it, else a copy that has room.
 
@@ -47,7 +64,7 @@ def roomy(cache: ModelCache) -> ModelCache:
 
 
 def _has_room(past: KVCache) -> bool:
-    is_full = past.k_bhst.shape[2] in check_past(past)
+    is_full = past.k_bhst.shape[2] in check_past("MambaLM", past)
     return not is_full and past.k_bhst.is_contiguous() and past.v_bhst.is_contiguous()
 
 
@@ -58,14 +75,10 @@ class Binding:
         self, program: decode.Program, mixers: Sequence[nn.Module], cache: ModelCache
     ) -> None:
         """Check every state."""
-        rows = cache.position_b.shape[0]
-        _check(cache.position_b, (), (torch.int64,), rows)
-        states = []
-        for mixer, layer in zip(mixers, cache.layers, strict=True):
-            states.append(_layer_states(mixer, layer, rows))
-        tensors = tensors_of(cache)
-        self.rows = rows
-        self.call = decode.DecodeCall(program, rows, states, cache.position_b)
+        states, tensors = check_states(mixers, cache), tensors_of(cache)
+        _check_apart(tensors)
+        self.rows = cache.position_b.shape[0]
+        self.call = decode.DecodeCall(program, self.rows, states, cache.position_b)
         # Weakly: a finished cache must not live on in the model.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._pointers = [tensor.data_ptr() for tensor in tensors]
@@ -115,12 +128,15 @@ def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:
 
 def _attention_states(mixer: MHA, layer: KVCache, rows: int) -> list[Tensor]:
     past = (mixer.num_heads_kv, layer.k_bhst.shape[2], mixer.head_dim)
-    _check(layer.k_bhst, past, _ACTIVATIONS, rows)
-    _check(layer.v_bhst, past, (layer.k_bhst.dtype,), rows)
+    _check_kind(layer.k_bhst, past, _ACTIVATIONS, rows)
+    _check_kind(layer.v_bhst, past, (layer.k_bhst.dtype,), rows)
     _check(layer.length_b, (), (torch.int64,), rows)
     found = [layer.k_bhst, layer.v_bhst, layer.length_b]
     if (layer.conv_bvk is None) != (mixer.d_conv == 0):
-        raise CacheError("MambaLM: the state belongs to attention with another convolution.")
+        raise CacheError(
+            "MambaLM: the state belongs to attention with another convolution. Use "
+            "empty_cache(batch_size)."
+        )
     if layer.conv_bvk is not None:
         _check(layer.conv_bvk, (mixer.qkv_dim, mixer.d_conv), _ACTIVATIONS, rows)
         found.append(layer.conv_bvk)
@@ -131,6 +147,15 @@ def _check(
     tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int
 ) -> None:
     """Refuse what the kernel cannot write to: another shape or dtype, or shared memory."""
+    _check_kind(tensor, shape, dtypes, rows)
+    is_apart = rows == 1 or tensor.stride(0) >= math.prod(shape)
+    if not tensor[0].is_contiguous() or not is_apart:
+        raise NotServed("each row of a state must lie in one piece of memory")
+
+
+def _check_kind(
+    tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int
+) -> None:
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
         raise NotServed("states must be plain tensors on the CPU that need no gradient")
     if tuple(tensor.shape) != (rows, *shape):
@@ -140,6 +165,18 @@ def _check(
         )
     if tensor.dtype not in dtypes:
         raise NotServed(f"a state must be {dtypes[0]}, and one is {tensor.dtype}")
-    is_apart = rows == 1 or tensor.stride(0) >= math.prod(shape)
-    if not tensor[0].is_contiguous() or not is_apart:
-        raise NotServed("each row of a state must lie in one piece of memory")
+
+
+def _check_apart(tensors: Sequence[Tensor]) -> None:
+    """Refuse states that share memory: each is written by itself."""
+    spans = []
+    for tensor in tensors:
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if tensor.numel():
+            start = tensor.data_ptr()
+            spans.append((start, start + (reach + 1) * tensor.element_size()))
+    spans.sort()
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+        raise NotServed("states must lie apart in memory, and two share a piece of it")

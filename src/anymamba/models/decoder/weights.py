@@ -22,6 +22,7 @@ from anymamba.ops import decode
 
 __all__ = ["NotServed", "Weights"]
 
+_NOWHERE = object()
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _version = operator.attrgetter("_version")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -116,7 +117,10 @@ class Weights:
 
     def option(self, owner: object, name: str) -> Any:
         """Return a plain attribute, of a module or its rotation, that the program depends on."""
-        value = vars(owner)[name]
+        value = vars(owner).get(name, _NOWHERE)
+        if value is _NOWHERE or isinstance(value, Tensor):
+            # A tensor may change and be the same, and a parameter is kept elsewhere.
+            raise NotServed(f"{name} of {type(owner).__name__} must be a plain value, no tensor")
         self._watch(vars(owner), name, value)
         return value
 

@@ -69,7 +69,7 @@ class Layer(ctypes.Structure):
         *_fields(Norm, "norm norm2"),
         *_fields(Matrix, "in_proj out_proj fc1 fc2"),
         *_fields(c_void_p, "conv_weight conv_bias"),
-        *_fields(c_int64, "conv_width conv_is_plain"),
+        *_fields(c_int64, "conv_width"),
         *_fields(c_void_p, "a skip dt_bias"),
         *_fields(Matrix, "x_proj"),
         *_fields(c_void_p, "dt_weight"),
