@@ -16,45 +16,30 @@ constexpr int64_t kUnits = 8;
 constexpr float kLargest = 127.0f;
 constexpr int kStreams = streams_of(1);
 
-// A format says how a block becomes units, whose bytes are the weights plus kShift: VPDPBUSD takes
-// bytes without a sign on one side.
+// A format says how what is loaded, four columns of a panel or eight, becomes units, each four
+// columns, kLoads apart. Their bytes are the weights plus kShift: VPDPBUSD takes bytes without a sign
+// on one side.
 struct Int8Format {
-    static constexpr int64_t kBytes = 32, kStretch = 1;
+    static constexpr int64_t kBytes = 32, kStretch = 1, kLoads = 8;
     static constexpr int32_t kShift = 128;
 
-    static ANYMAMBA_INLINE void open(const uint8_t *block, __m512i *units) {
-        const __m512i shift = _mm512_set1_epi8((char)kShift);
-#pragma GCC unroll 8
-        for (int64_t unit = 0; unit < kUnits; ++unit)
-            units[unit] = _mm512_xor_si512(fetch<__m512i>(block + unit * kFourColumns), shift);
+    static ANYMAMBA_INLINE void open(__m512i stored, __m512i *units) {
+        units[0] = _mm512_xor_si512(stored, _mm512_set1_epi8((char)kShift));
     }
 };
 
 struct Int4Format {
-    static constexpr int64_t kBytes = 16, kStretch = 2;
+    static constexpr int64_t kBytes = 16, kStretch = 2, kLoads = 4;
     static constexpr int32_t kShift = 8;
 
-    static ANYMAMBA_INLINE void open(const uint8_t *block, __m512i *units) {
+    static ANYMAMBA_INLINE void open(__m512i stored, __m512i *units) {
         const __m512i shift = _mm512_set1_epi8(kShift), nibble = _mm512_set1_epi8(15);
         constexpr int kXorThenAnd = 0x28;  // (a ^ b) & c
-#pragma GCC unroll 4
-        for (int64_t unit = 0; unit < kUnits / 2; ++unit) {
-            const __m512i both = fetch<__m512i>(block + unit * kFourColumns);
-            const __m512i high = _mm512_srli_epi32(both, 4);
-            units[unit] = _mm512_ternarylogic_epi32(both, shift, nibble, kXorThenAnd);
-            units[unit + 4] = _mm512_ternarylogic_epi32(high, shift, nibble, kXorThenAnd);
-        }
+        const __m512i high = _mm512_srli_epi32(stored, 4);
+        units[0] = _mm512_ternarylogic_epi32(stored, shift, nibble, kXorThenAnd);
+        units[1] = _mm512_ternarylogic_epi32(high, shift, nibble, kXorThenAnd);
     }
 };
-
-// The sum of a block of sixteen rows times the words of one vector.
-ANYMAMBA_INLINE __m512 block_sum(const __m512i *units, const int32_t *words, int32_t offset) {
-    __m512i sum = _mm512_set1_epi32(offset);
-#pragma GCC unroll 8
-    for (int64_t unit = 0; unit < kUnits; ++unit)
-        sum = _mm512_dpbusd_epi32(sum, units[unit], _mm512_set1_epi32(words[unit]));
-    return _mm512_cvtepi32_ps(sum);
-}
 
 ANYMAMBA_INLINE __m512 open_scales(const uint8_t *scales) {
     const __m512i halves = _mm512_cvtepu16_epi32(fetch<__m256i>(scales));
@@ -71,17 +56,35 @@ ANYMAMBA_INLINE void write_sums(const DecodeMatrix &matrix, Share own, int64_t p
     _mm512_mask_storeu_ps(out + panel * kPanel, meant, sums);
 }
 
-// parts[v] = or += the sums of a block, times its scales, for kCount vectors from `first` on.
+// parts[v] = or += the sums of a block, times its scales, for kCount vectors from `first` on. A unit
+// meets all vectors before the next one is opened: products that follow each other then wait for
+// none of their neighbours, and more of them are under way than the core could look ahead for.
 template <class Format, int64_t kCount, bool kAdds>
 ANYMAMBA_INLINE void add_block(const Panels<Format::kBytes> &panels, const Activations &x,
                                int64_t panel, int64_t place, int64_t first, __m512 *parts) {
-    __m512i units[kUnits];
-    Format::open(panels.block(panel, place), units);
+    constexpr int64_t kLoads = Format::kLoads;
+    const uint8_t *block = panels.block(panel, place);
     const __m512 scales = open_scales(panels.scales_of(panel, place));
     const int64_t at = place * x.rows + first;
+    const int32_t *words = x.words + at * kUnits;
+    __m512i sums[kCount];
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kCount; ++v) sums[v] = _mm512_set1_epi32(x.offsets[at + v]);
+#pragma GCC unroll 8
+    for (int64_t load = 0; load < kLoads; ++load) {
+        __m512i units[kUnits / kLoads];
+        Format::open(fetch<__m512i>(block + load * kFourColumns), units);
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < kUnits / kLoads; ++part)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < kCount; ++v)
+                sums[v] = _mm512_dpbusd_epi32(
+                    sums[v], units[part],
+                    _mm512_set1_epi32(words[v * kUnits + part * kLoads + load]));
+    }
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kCount; ++v) {
-        const __m512 sum = block_sum(units, x.words + (at + v) * kUnits, x.offsets[at + v]);
+        const __m512 sum = _mm512_cvtepi32_ps(sums[v]);
         parts[v] = kAdds ? parts[v] + sum * scales : sum * scales;
     }
 }

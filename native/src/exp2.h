@@ -31,8 +31,7 @@ ANYMAMBA_INLINE Vec held_sigmoid(Vec x) {
     const Vec low = splat(-126.0f), high = splat(126.0f), zero = {};
     Vec y = x * -1.44269504088896341f;
     const IntVec closed = y > high;
-    y = select(y < low, low, y);
-    y = select(closed, high, y);
+    y = at_most(high, at_least(low, y));
     const Vec shifted = y + kRounder;
     const Vec open = 1.0f / (1.0f + exp2_scaled(y - (shifted - kRounder), shifted));
     return select(closed, zero, open);

@@ -119,6 +119,21 @@ ANYMAMBA_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
     return mask ? yes : no;
 }
 
+// x, or the limit where x is beyond it; NaN stays. By name, because GCC makes a comparison and a
+// selection of it, and with a mask of all lanes, because GCC 12 warns of its own header without one.
+// Of two operands of which one is NaN, both instructions return the second.
+#if defined(__AVX512F__)
+ANYMAMBA_INLINE Vec at_least(Vec low, Vec x) {
+    return (Vec)_mm512_maskz_max_ps(0xFFFF, (__m512)low, (__m512)x);
+}
+ANYMAMBA_INLINE Vec at_most(Vec high, Vec x) {
+    return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)high, (__m512)x);
+}
+#else
+ANYMAMBA_INLINE Vec at_least(Vec low, Vec x) { return select(x < low, low, x); }
+ANYMAMBA_INLINE Vec at_most(Vec high, Vec x) { return select(x > high, high, x); }
+#endif
+
 // The parts of a row past its last whole vector: missing lanes are read as zero, never written.
 #if defined(__AVX512F__)
 ANYMAMBA_INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)((1u << count) - 1u); }
@@ -219,11 +234,8 @@ ANYMAMBA_INLINE Vec without_powers(Vec x, Vec n) {
 // flushed.
 #if defined(__AVX512F__)
 ANYMAMBA_INLINE Vec exp(Vec x) {
-    // With a mask of all lanes, because GCC 12 warns of its own header without one.
     constexpr __mmask16 all = 0xFFFF;
-    // Of two operands of which one is NaN, both instructions return the second.
-    const Vec low = (Vec)_mm512_maskz_max_ps(all, (__m512)splat(-104.0f), (__m512)x);
-    const Vec y = (Vec)_mm512_maskz_min_ps(all, (__m512)splat(89.0f), (__m512)low);
+    const Vec y = at_most(splat(89.0f), at_least(splat(-104.0f), x));
     const Vec n = (Vec)_mm512_maskz_roundscale_ps(all, (__m512)(y * 1.44269504088896341f),
                                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec p = exp_fraction(without_powers(y, n));
@@ -231,9 +243,7 @@ ANYMAMBA_INLINE Vec exp(Vec x) {
 }
 #else
 ANYMAMBA_INLINE Vec exp(Vec x) {
-    const Vec low = splat(-104.0f), high = splat(89.0f);
-    Vec y = select(x < low, low, x);
-    y = select(y > high, high, y);
+    const Vec y = at_most(splat(89.0f), at_least(splat(-104.0f), x));
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
     const Vec shifted = y * 1.44269504088896341f + magic;
     const Vec p = exp_fraction(without_powers(y, shifted - magic));
