@@ -20,7 +20,8 @@ struct FormatOf {
     typedef float Value;
     static constexpr int64_t kParts = kPartsOfStep, kStep = kParts * kWidth;
     static constexpr int kRows = kTogether == 8 ? 3 : kRowsTogether;
-    static constexpr int kStreams = streams_of(sizeof(T));
+    static constexpr int kStreams =
+        streams_of(sizeof(T) == sizeof(float) ? DecodeFormat::kFloat32 : DecodeFormat::kBFloat16);
     // Whether `prepare` made the values, with zeros up to whole steps.
     static constexpr bool kPrepares = false;
 

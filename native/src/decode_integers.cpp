@@ -10,7 +10,6 @@ constexpr int64_t kGroups = kPanel / kLanes;
 constexpr int64_t kSpan = 8;
 // Vectors that share a load of a unit; with two groups of rows their sums fit into the registers.
 constexpr int64_t kTogether = 4;
-constexpr int kStreams = streams_of(1);
 
 // Some blocks of a panel, opened.
 template <class Format>
@@ -117,7 +116,8 @@ void multiply_some(const DecodeMatrix &matrix, const Activations &x, Share own, 
 template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
-    read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
+    const Share all = panels_of(own);
+    read_in_streams<Format::kStreams>(all, [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kRead = decltype(streams)::value;
         Floats sums[kRead][kGroups] = {};
         for (int64_t place = 0; place < panels.blocks; ++place)

@@ -61,6 +61,7 @@ ANYMAMBA_INLINE int32_t sum_of(const int32_t *block) {
 // the odd ones the next, because a mask and a shift then suffice to widen them.
 struct Int8Format {
     static constexpr int64_t kBytes = 32, kUnits = 16;
+    static constexpr int kStreams = streams_of(DecodeFormat::kInt8);
     static constexpr float kLargest = 32767.0f;
     typedef Ints Sum;
 
@@ -106,6 +107,7 @@ struct Int8Format {
 // most 15: 8 * 2 * 15 * 127 = 30480.
 struct Int4Format {
     static constexpr int64_t kBytes = 16, kUnits = 8;
+    static constexpr int kStreams = streams_of(DecodeFormat::kInt4);
     static constexpr float kLargest = 127.0f;
     typedef Shorts Sum;
 

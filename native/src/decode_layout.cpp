@@ -22,8 +22,7 @@ int64_t row_bytes(const DecodeMatrix &matrix) {
 Soon rows_of(const DecodeMatrix &matrix, Share rows, int64_t vectors) {
     const int64_t bytes = row_bytes(matrix), count = rows.last - rows.first;
     const char *at = static_cast<const char *>(matrix.data) + rows.first * bytes;
-    const bool is_wide = matrix.format == DecodeFormat::kFloat32;
-    const int64_t streams = streams_of(is_wide ? sizeof(float) : sizeof(BFloat16));
+    const int64_t streams = streams_of(matrix.format);
     const int64_t piece = matrix.scales == nullptr ? 1 : kDecodePanel;
     const int64_t apart = count / piece / streams * piece * bytes;
     if (vectors > 1 || apart == 0) return {at, count * bytes};

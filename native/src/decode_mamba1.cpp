@@ -18,8 +18,9 @@ void normalize_rates(const DecodeLayer &layer, float *rates) {
     }
 }
 
-// Rows of the batch that share a reading of the step-size projection.
-constexpr int64_t kScanRows = 4;
+// Rows of the batch that share a reading of the step-size projection: as many as leave their sums in
+// registers.
+constexpr int64_t kScanRows = kWidth == kDecodeGroup ? 8 : 4;
 
 // A worker's memory for kScanRows rows of the batch, whose step sizes are made together.
 struct RowDesks {

@@ -56,11 +56,12 @@ ANYMAMBA_INLINE void read_in_streams(Share pieces, const Function &function) {
 
 // Places from which one vector reads at once. In trials on a core that can read 37 GB/s, a token of
 // mamba-130m and mamba2-130m came with 1, 2, 3 and 4 of them at 76 and 79, 91 and 92, 89 and 92, 82
-// and 82% of that in float32. In bfloat16 it came at 86 and 92% with 2 and 84 and 90% with 4, but two cores
-// that share 38 GB/s prefer 4; int4 reaches 66% with 2 and 78% with 4.
+// and 82% of that in float32. In bfloat16 it came at 86 and 92% with 2 and 84 and 90% with 4, but two
+// cores that share 38 GB/s prefer 4; int4 reaches 66% with 2 and 78% with 4. int8 on two such cores
+// took with 2 instead of 4 the same time, 6 and 3% less (siso, mamba-130m, mamba2-130m).
 constexpr int kMostStreams = 4;
-constexpr int streams_of(int64_t bytes_of_weight) {
-    return bytes_of_weight == 4 ? 2 : kMostStreams;
+constexpr int streams_of(DecodeFormat format) {
+    return format == DecodeFormat::kFloat32 || format == DecodeFormat::kInt8 ? 2 : kMostStreams;
 }
 
 // Asks for up to `bytes` of what will be read, at once.

@@ -14,13 +14,13 @@ namespace {
 // Words of four activations, and vectors of four columns of sixteen rows, that make a block.
 constexpr int64_t kUnits = 8;
 constexpr float kLargest = 127.0f;
-constexpr int kStreams = streams_of(1);
 
 // A format says how what is loaded, four columns of a panel or eight, becomes units, each four
 // columns, kLoads apart. Their bytes are the weights plus kShift: VPDPBUSD takes bytes without a sign
 // on one side.
 struct Int8Format {
     static constexpr int64_t kBytes = 32, kStretch = 1, kLoads = 8;
+    static constexpr int kStreams = streams_of(DecodeFormat::kInt8);
     static constexpr int32_t kShift = 128;
 
     static ANYMAMBA_INLINE void open(__m512i stored, __m512i *units) {
@@ -30,6 +30,7 @@ struct Int8Format {
 
 struct Int4Format {
     static constexpr int64_t kBytes = 16, kStretch = 2, kLoads = 4;
+    static constexpr int kStreams = streams_of(DecodeFormat::kInt4);
     static constexpr int32_t kShift = 8;
 
     static ANYMAMBA_INLINE void open(__m512i stored, __m512i *units) {
@@ -115,7 +116,8 @@ template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
     const int64_t whole = panels.blocks / Format::kStretch;
-    read_in_streams<kStreams>(panels_of(own), [&](auto streams, int64_t first, int64_t apart) {
+    const Share all = panels_of(own);
+    read_in_streams<Format::kStreams>(all, [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kTogether = decltype(streams)::value;
         __m512 sums[kTogether] = {};
         for (int64_t stretch = 0; stretch < whole; ++stretch)
@@ -188,43 +190,62 @@ void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, fl
         multiply_some<Format>(matrix, x, own, out, out_stride);
 }
 
+// The largest of all lanes, in each of them.
+ANYMAMBA_INLINE __m512i spread_largest(__m512i value) {
+    value = _mm512_max_epi32(value, _mm512_shuffle_i32x4(value, value, 0x4E));
+    value = _mm512_max_epi32(value, _mm512_shuffle_i32x4(value, value, 0xB1));
+    value = _mm512_max_epi32(value, _mm512_shuffle_epi32(value, _MM_PERM_BADC));
+    return _mm512_max_epi32(value, _mm512_shuffle_epi32(value, _MM_PERM_CDAB));
+}
+
 // The scale of a stretch of activations, and what its entries are multiplied with to become bytes.
 struct Rounding {
-    float scale, inverse;
-    bool is_finite;
+    float scale;
+    Vec inverse;
+    __mmask16 kept;  // no lanes of a stretch that becomes zeros
 };
 
-// A stretch with NaN or infinity has the scale NaN,
-// which makes every product NaN.
-ANYMAMBA_INLINE Rounding rounding_of(const float *from, int64_t columns) {
+// A stretch with NaN or infinity has the scale NaN, which makes every product NaN; its bytes are
+// zeros, because their sum has to fit. So are those of a stretch whose inverse would be infinite.
+template <int64_t kVecs>
+ANYMAMBA_INLINE Rounding rounding_of(const Vec *values) {
     // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.
     const __m512i size = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i most = _mm512_setzero_si512();
-    for (int64_t place = 0; place < columns; place += kWidth)
-        most = _mm512_max_epi32(
-            most, _mm512_and_si512(_mm512_castps_si512(load(from + place)), size));
-    const int32_t bits = _mm512_reduce_max_epi32(most);
-    float largest;
-    memcpy(&largest, &bits, sizeof(largest));
-    if (bits >= 0x7F800000) return {__builtin_nanf(""), 0.0f, false};
-    // Below this, the inverse would be infinite; the stretch is zero to rounding.
-    return {largest / kLargest, largest >= 1e-30f ? kLargest / largest : 0.0f, true};
+#pragma GCC unroll 4
+    for (int64_t place = 0; place < kVecs; ++place)
+        most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(values[place]), size));
+    const __m128i bits = _mm512_castsi512_si128(spread_largest(most));
+    const __m128 largest = _mm_castsi128_ps(bits);
+    const bool is_finite = _mm_cvtsi128_si32(bits) < 0x7F800000;
+    const bool is_kept = is_finite && _mm_cvtss_f32(largest) >= 1e-30f;
+    const __m128 inverse = _mm_div_ss(_mm_set_ss(kLargest), largest);
+    return {is_finite ? _mm_cvtss_f32(largest) / kLargest : __builtin_nanf(""),
+            (Vec)_mm512_broadcastss_ps(inverse), (__mmask16)(is_kept ? 0xFFFF : 0)};
 }
 
 // One block as bytes; returns their sum.
-ANYMAMBA_INLINE int32_t prepare_block(const float *from, Rounding rounding, int32_t *words) {
-    // Of NaN and infinity no integers are made: their sum has to fit.
-    const __mmask16 all = rounding.is_finite ? 0xFFFF : 0;
-    const __m512i low = _mm512_maskz_cvtps_epi32(all, load(from) * rounding.inverse);
-    const __m512i high = _mm512_maskz_cvtps_epi32(all, load(from + kWidth) * rounding.inverse);
-    const __m128i bytes[2] = {_mm512_cvtepi32_epi8(low), _mm512_cvtepi32_epi8(high)};
-    memcpy(words, bytes, sizeof(bytes));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+ANYMAMBA_INLINE int32_t prepare_block(const Vec *values, const Rounding &rounding,
+                                      int32_t *words) {
+    __m128i halves[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half)
+        halves[half] = _mm512_cvtepi32_epi8(
+            _mm512_maskz_cvtps_epi32(rounding.kept, values[half] * rounding.inverse));
+    const __m256i bytes = _mm256_set_m128i(halves[1], halves[0]);
+    memcpy(words, &bytes, sizeof(bytes));
+    const __m256i fours =
+        _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
+    __m128i sum =
+        _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 }
 
 template <class Format>
 void prepare_in(int64_t columns, Activations *x) {
-    constexpr int64_t kColumns = Format::kStretch * kDecodeBlock;
+    constexpr int64_t kColumns = Format::kStretch * kDecodeBlock, kVecs = kColumns / kWidth;
+    constexpr int64_t kBlockVecs = kDecodeBlock / kWidth;
     for (int64_t stretch = 0; stretch < ceil_div(columns, kColumns); ++stretch)
         for (int64_t row = 0; row < x->rows; ++row) {
             const float *from = x->values + row * x->stride + stretch * kColumns;
@@ -235,14 +256,18 @@ void prepare_in(int64_t columns, Activations *x) {
                 memcpy(part, from, (size_t)left * sizeof(float));
                 from = part;
             }
-            const Rounding rounding = rounding_of(from, kColumns);
+            Vec values[kVecs];
+#pragma GCC unroll 4
+            for (int64_t place = 0; place < kVecs; ++place)
+                values[place] = load(from + place * kWidth);
+            const Rounding rounding = rounding_of<kVecs>(values);
             x->scales[stretch * x->rows + row] = rounding.scale;
             const int64_t blocks = smaller(Format::kStretch, ceil_div(left, kDecodeBlock));
+#pragma GCC unroll 2
             for (int64_t block = 0; block < blocks; ++block) {
                 const int64_t at = (stretch * Format::kStretch + block) * x->rows + row;
-                const int32_t sum =
-                    prepare_block(from + block * kDecodeBlock, rounding, x->words + at * kUnits);
-                x->offsets[at] = -Format::kShift * sum;
+                x->offsets[at] = -Format::kShift * prepare_block(values + block * kBlockVecs,
+                                                                 rounding, x->words + at * kUnits);
             }
         }
 }
