@@ -105,6 +105,22 @@ def test_a_layer_is_its_dequantised_weight(scheme):
 
 
 @SCHEMES
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_layer_is_its_dequantised_weight(scheme, bias):
+    """A weight that is met piece by piece, the last panel of which is not full, is met whole."""
+    plain = nn.Linear(70, 20_003, bias=bias)
+    layer = QuantizedLinear.of(plain, scheme)
+    x = randn(2, 3, 70, seed=6, dtype=torch.float32).requires_grad_()
+    got = layer(x)
+    want = nn.functional.linear(x, layer.weight, plain.bias)
+    torch.testing.assert_close(got, want)
+    grad = randn(*got.shape, seed=7, dtype=torch.float32)
+    (got_grad,) = torch.autograd.grad(got, x, grad)
+    (want_grad,) = torch.autograd.grad(want, x, grad)
+    torch.testing.assert_close(got_grad, want_grad, atol=1e-4, rtol=1e-5)
+
+
+@SCHEMES
 def test_a_layer_keeps_its_integers_through_everything(scheme):
     """Casts change what it computes with, not what it stores; state dicts and copies carry it."""
     layer = QuantizedLinear.of(nn.Linear(40, 6), scheme)

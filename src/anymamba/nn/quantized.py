@@ -33,6 +33,8 @@ __all__ = [
 BLOCK = 32
 PANEL = 16
 SCHEMES = ("int8", "int4")
+# Of a large layer: 4 MB of float32, which caches hold and the allocator keeps.
+_WEIGHTS_AT_ONCE = 1 << 20
 _LARGEST = {"int8": 127, "int4": 8}
 # Shrinking the range of a block a little costs its largest entry and serves the others.
 _SHRINKS = {"int8": (1.0,), "int4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)}
@@ -147,8 +149,9 @@ def _dequantized_rows(
 ) -> Tensor:
     """Return rows from their integers (rows, blocks, bytes) and scales (rows, blocks)."""
     if scheme == "int4":
-        values = (torch.cat([values & 15, values >> 4], -1) ^ 8).to(torch.int8) - 8
-    wide = values.to(torch.float32) * scales.float().unsqueeze(-1)
+        both = values.view(torch.int8)
+        values = torch.cat([both << 4 >> 4, both >> 4], -1)  # shifts of signed bytes keep signs
+    wide = values.to(torch.float32).mul_(scales.float().unsqueeze(-1))
     return wide.flatten(-2)[..., :columns].to(dtype)
 
 
@@ -190,8 +193,13 @@ class _Quantized(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return the weight as a plain tensor."""
-        shape = (self.rows, self.columns)
-        return dequantize(self.values, self.scales, self.scheme, shape, self.dtype)
+        return self._dequantized_panels(0, len(self.values))
+
+    def _dequantized_panels(self, first: int, last: int) -> Tensor:
+        """Return the rows of some panels, without those that only fill the last one."""
+        shape = (min(last * PANEL, self.rows) - first * PANEL, self.columns)
+        values, scales = self.values[first:last], self.scales[first:last]
+        return dequantize(values, scales, self.scheme, shape, self.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -252,8 +260,21 @@ class QuantizedLinear(_Quantized):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the dequantised weight to the last axis."""
-        return linear(x, self.dequantize().to(x.dtype), self.bias)
+        """Apply the dequantised weight to the last axis.
+
+        A large weight is made and met piece by piece: whole, it would be new memory at every call,
+        and for a few tokens that costs more than their products.
+        """
+        panels = max(1, _WEIGHTS_AT_ONCE // (PANEL * self.columns))
+        if panels >= len(self.values):
+            return linear(x, self.dequantize().to(x.dtype), self.bias)
+        pieces = []
+        for first in range(0, len(self.values), panels):
+            weight = self._dequantized_panels(first, first + panels).to(x.dtype)
+            rows = slice(first * PANEL, first * PANEL + len(weight))
+            bias = None if self.bias is None else self.bias[rows]
+            pieces.append(linear(x, weight, bias))
+        return torch.cat(pieces, -1)
 
 
 class QuantizedEmbedding(_Quantized):
