@@ -15,7 +15,7 @@ from laws import assert_same
 DECODER = pytest.mark.skipif(not DECODERS, reason="no compiled kernels")
 SCHEMES = pytest.mark.parametrize("scheme", ["int8", "int4"])
 # The longest prompt that is short.
-FEW = 32
+FEW = 24
 SHORT = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 10, 11]]
 
 
@@ -79,6 +79,17 @@ def test_a_short_prompt_of_integers_is_decoded(name, scheme, monkeypatch):
         assert torch.equal(logits_bw[row], expected_w)
         for field, tensor in cache.rows([row]).to_tensors().items():
             assert torch.equal(tensor, alone.to_tensors()[field]), field
+
+
+@DECODER
+def test_how_long_a_short_prompt_is(monkeypatch):
+    """The longest one that the decoder reads; one token more, and modules read it."""
+    lm = quantize_lm(model("mamba2", d_model=48), "int8")
+    calls = count_calls(monkeypatch, QuantizedLinear)
+    generate_detailed(lm, tokens(1, FEW), max_new_tokens=0)
+    assert calls == []
+    generate_detailed(lm, tokens(1, FEW + 1), max_new_tokens=0)
+    assert calls != []
 
 
 @DECODER

@@ -16,10 +16,11 @@ __all__ = ["Progress", "Prompts", "check_model", "check_prompts", "read_prompts"
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 Progress = Callable[[int, int], object]
 # Prompts of quantised models up to this length go through the decoder. Modules make floating-point
-# numbers of all integers first, whatever the length. Measured on small models of three families
-# (4 to 6 layers, width 256 and 512) on one core, both ways one after the other: with 1 and 8 rows
-# the decoder took at most 0.7 of the modules' time at 32 tokens, and up to 1.1 of it at 64.
-FEW = 32
+# numbers of all integers first, whatever the length. Of their time the decoder took, on the
+# published sizes and two cores that share a cache, 0.5 to 0.8 for 16 tokens of one row of int8 and
+# 0.8 to 1.6 for 32, of one row of int4 0.3 to 0.8 for 32, of eight rows 0.4 to 0.55 for 32. Where
+# cores share none, modules lose more: 0.5 for 32 tokens of int8 (mamba-130m).
+FEW = 24
 
 
 def check_model(where: str, lm: MambaLM) -> None:
