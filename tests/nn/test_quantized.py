@@ -108,7 +108,7 @@ def test_a_layer_is_its_dequantised_weight(scheme):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_large_layer_is_its_dequantised_weight(scheme, bias):
     """A weight that is met piece by piece, the last panel of which is not full, is met whole."""
-    plain = nn.Linear(70, 20_003, bias=bias)
+    plain = nn.Linear(70, 40_003, bias=bias)
     layer = QuantizedLinear.of(plain, scheme)
     x = randn(2, 3, 70, seed=6, dtype=torch.float32).requires_grad_()
     got = layer(x)
