@@ -206,7 +206,8 @@ struct Rounding {
 };
 
 // A stretch with NaN or infinity has the scale NaN, which makes every product NaN; its bytes are
-// zeros, because their sum has to fit. So are those of a stretch whose inverse would be infinite.
+// zeros, because their sum has to fit. So are those of a stretch below 1e-30, long before its inverse,
+// which is then not used, becomes infinite.
 template <int64_t kVecs>
 ANYMAMBA_INLINE Rounding rounding_of(const Vec *values) {
     // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.

@@ -120,7 +120,8 @@ ANYMAMBA_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
 }
 
 // x, or the limit where x is beyond it; NaN stays. By name, because GCC makes a comparison and a
-// selection of it, and with a mask of all lanes, because GCC 12 warns of its own header without one.
+// blend of the selection, and with a mask of all lanes, because GCC 12 warns of its own header
+// without one.
 // Of two operands of which one is NaN, both instructions return the second.
 #if defined(__AVX512F__)
 ANYMAMBA_INLINE Vec at_least(Vec low, Vec x) {
@@ -234,7 +235,7 @@ ANYMAMBA_INLINE Vec without_powers(Vec x, Vec n) {
 // flushed.
 #if defined(__AVX512F__)
 ANYMAMBA_INLINE Vec exp(Vec x) {
-    constexpr __mmask16 all = 0xFFFF;
+    constexpr __mmask16 all = 0xFFFF;  // see at_least
     const Vec y = at_most(splat(89.0f), at_least(splat(-104.0f), x));
     const Vec n = (Vec)_mm512_maskz_roundscale_ps(all, (__m512)(y * 1.44269504088896341f),
                                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -106,18 +106,27 @@ def test_a_layer_is_its_dequantised_weight(scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_large_layer_is_its_dequantised_weight(scheme, bias):
-    """A weight that is met piece by piece, the last panel of which is not full, is met whole."""
-    plain = nn.Linear(70, 40_003, bias=bias)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [48, 101])
+def test_a_large_layer_is_its_dequantised_weight(scheme, bias, dtype, rows, monkeypatch):
+    """A weight that is met piece by piece is met whole, whether or not its last panel is full."""
+    monkeypatch.setattr("anymamba.nn.quantized._WEIGHTS_AT_ONCE", 1000)
+    plain = nn.Linear(70, rows, bias=bias, dtype=dtype)
     layer = QuantizedLinear.of(plain, scheme)
-    x = randn(2, 3, 70, seed=6, dtype=torch.float32).requires_grad_()
+    calls = []
+    pieces = layer._dequantized_panels
+    monkeypatch.setattr(layer, "_dequantized_panels", lambda *at: calls.append(at) or pieces(*at))
+    x = randn(2, 3, 70, seed=6, dtype=dtype).requires_grad_()
     got = layer(x)
+    assert len(calls) == -(-rows // 16)
     want = nn.functional.linear(x, layer.weight, plain.bias)
-    torch.testing.assert_close(got, want)
-    grad = randn(*got.shape, seed=7, dtype=torch.float32)
+    limits = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+    atol, rtol = limits[dtype]
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    grad = randn(*got.shape, seed=7, dtype=dtype)
     (got_grad,) = torch.autograd.grad(got, x, grad)
     (want_grad,) = torch.autograd.grad(want, x, grad)
-    torch.testing.assert_close(got_grad, want_grad, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(got_grad, want_grad, atol=4 * atol, rtol=rtol)
 
 
 @SCHEMES

@@ -19,7 +19,8 @@ Progress = Callable[[int, int], object]
 # numbers of all integers first, whatever the length. Of their time the decoder took, on the
 # published sizes and two cores that share a cache, 0.5 to 0.8 for 16 tokens of one row of int8 and
 # 0.8 to 1.6 for 32, of one row of int4 0.3 to 0.8 for 32, of eight rows 0.4 to 0.55 for 32. Where
-# cores share none, modules lose more: 0.5 for 32 tokens of int8 (mamba-130m).
+# cores share none, modules lose more: 0.5 for 32 tokens of int8 (mamba-130m). So the border lies
+# between 16 and 32; 24 itself was not measured.
 FEW = 24
 
 

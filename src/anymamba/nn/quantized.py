@@ -262,11 +262,12 @@ class QuantizedLinear(_Quantized):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the dequantised weight to the last axis.
 
-        A large weight is made and met piece by piece: whole, it would be new memory at every call,
-        and for a few tokens that costs more than their products.
+        On the CPU a large weight is made and met piece by piece: whole, it would be new memory at
+        every call, and for a few tokens that costs more than their products. Elsewhere, and for the
+        compiler, which fuses what it sees, it is one product.
         """
         count = -(-self.rows * self.columns // _WEIGHTS_AT_ONCE)
-        if count <= 1:
+        if count <= 1 or not x.is_cpu or torch.compiler.is_compiling():
             return linear(x, self.dequantize().to(x.dtype), self.bias)
         panels = -(-len(self.values) // count)
         pieces = []
