@@ -14,14 +14,13 @@ constexpr int kTogether = 4;
 // A format says how stored weights become vectors, part by part of a step of kStep columns, what
 // they meet, and how many rows meet kTogether vectors at a time: as many as leave their sums in
 // registers.
-template <class T, int64_t kPartsOfStep, int kRowsTogether>
+template <class T, DecodeFormat kOf, int64_t kPartsOfStep, int kRowsTogether>
 struct FormatOf {
     typedef T Stored;
     typedef float Value;
     static constexpr int64_t kParts = kPartsOfStep, kStep = kParts * kWidth;
     static constexpr int kRows = kTogether == 8 ? 3 : kRowsTogether;
-    static constexpr int kStreams =
-        streams_of(sizeof(T) == sizeof(float) ? DecodeFormat::kFloat32 : DecodeFormat::kBFloat16);
+    static constexpr int kStreams = streams_of(kOf);
     // Whether `prepare` made the values, with zeros up to whole steps.
     static constexpr bool kPrepares = false;
 
@@ -31,7 +30,7 @@ struct FormatOf {
     }
 };
 
-struct WideFormat : FormatOf<float, 1, 3> {
+struct WideFormat : FormatOf<float, DecodeFormat::kFloat32, 1, 3> {
     template <int64_t kPart>
     static ANYMAMBA_INLINE Vec open(const float *from) {
         return load(from);
@@ -41,7 +40,7 @@ struct WideFormat : FormatOf<float, 1, 3> {
 #if defined(__AVX512BF16__)
 // Pairs of columns meet in one instruction, which wants the vectors in bfloat16 too: they lose what
 // they lose before every product of a bfloat16 module.
-struct BFloat16Format : FormatOf<BFloat16, 1, 3> {
+struct BFloat16Format : FormatOf<BFloat16, DecodeFormat::kBFloat16, 1, 3> {
     typedef BFloat16 Value;
     static constexpr int64_t kStep = 2 * kWidth;
     static constexpr bool kPrepares = true;
@@ -62,7 +61,7 @@ struct BFloat16Format : FormatOf<BFloat16, 1, 3> {
 #else
 // Two halves make a word: a shift gives the even columns, a mask the odd ones. To take the columns
 // in order would cost a shuffle for each vector.
-struct BFloat16Format : FormatOf<BFloat16, 2, 2> {
+struct BFloat16Format : FormatOf<BFloat16, DecodeFormat::kBFloat16, 2, 2> {
     static constexpr bool kPrepares = true;
 
     template <int64_t kPart>
@@ -74,7 +73,7 @@ struct BFloat16Format : FormatOf<BFloat16, 2, 2> {
 };
 #endif
 
-struct Float16Format : FormatOf<Float16, 1, 2> {
+struct Float16Format : FormatOf<Float16, DecodeFormat::kFloat16, 1, 2> {
     template <int64_t kPart>
     static ANYMAMBA_INLINE Vec open(const Float16 *from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -186,30 +186,22 @@ void prepare_in(int64_t columns, Activations *x) {
         }
 }
 
-template <class Format>
-void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
-                 int64_t out_stride) {
-    if (x.rows == 1)
-        multiply_one<Format>(matrix, x, own, out);
-    else
-        multiply_some<Format>(matrix, x, own, out, out_stride);
-}
-
 }  // namespace
 
 void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
-    if (matrix.format == DecodeFormat::kInt8)
-        prepare_in<Int8Format>(matrix.columns, x);
-    else
-        prepare_in<Int4Format>(matrix.columns, x);
+    with_format<Int8Format, Int4Format>(matrix, [&](auto format) {
+        prepare_in<decltype(format)>(matrix.columns, x);
+    });
 }
 
 void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
                        int64_t out_stride) {
-    if (matrix.format == DecodeFormat::kInt8)
-        multiply_in<Int8Format>(matrix, x, own, out, out_stride);
-    else
-        multiply_in<Int4Format>(matrix, x, own, out, out_stride);
+    with_format<Int8Format, Int4Format>(matrix, [&](auto format) {
+        if (x.rows == 1)
+            multiply_one<decltype(format)>(matrix, x, own, out);
+        else
+            multiply_some<decltype(format)>(matrix, x, own, out, out_stride);
+    });
 }
 
 }  // namespace anymamba::ANYMAMBA_VARIANT

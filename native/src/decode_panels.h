@@ -54,6 +54,15 @@ ANYMAMBA_INLINE Share places_of(Share rows, int64_t panel) {
     return {larger(0, rows.first - panel * kPanel), smaller(kPanel, rows.last - panel * kPanel)};
 }
 
+// Calls function(format) with the matrix' format, as a type.
+template <class Int8, class Int4, class Function>
+ANYMAMBA_INLINE void with_format(const DecodeMatrix &matrix, const Function &function) {
+    if (matrix.format == DecodeFormat::kInt8)
+        function(Int8());
+    else
+        function(Int4());
+}
+
 ANYMAMBA_INLINE void ask_for_block(const uint8_t *block, int64_t bytes) {
     for (int64_t place = 0; place < bytes; place += 64)
         __builtin_prefetch(block + kBlocksReach + place, 0, 2);

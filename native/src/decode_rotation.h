@@ -53,8 +53,6 @@ ANYMAMBA_INLINE Vec root(Vec value) {
     return result;
 }
 
-ANYMAMBA_INLINE Vec larger_of(Vec a, Vec b) { return select(a < b, b, a); }
-
 // What the token adds to a quaternion: rows 0 to 3 of the turns, from the vectors in rows 4 to 6.
 inline void quaternion_increments(const DecodeLayer &layer, float dt, Turns turns) {
     const int64_t stride = turns.stride;
@@ -64,11 +62,11 @@ inline void quaternion_increments(const DecodeLayer &layer, float dt, Turns turn
         float *at = turns.rows + place;
         const Vec v[3] = {load(at + 4 * stride), load(at + 5 * stride), load(at + 6 * stride)};
         Vec largest = {};
-        for (const Vec &part : v) largest = larger_of(largest, larger_of(part, -part));
+        for (const Vec &part : v) largest = at_least(at_least(-part, part), largest);
         largest += (float)layer.turn_floor;  // the length is measured where no square overflows
         Vec square = {};
         for (const Vec &part : v) square += (part / largest) * (part / largest);
-        const Vec length = root(larger_of(square, floor)) * largest;
+        const Vec length = root(at_least(floor, square)) * largest;
         Vec sine, cosine;
         sine_cosine(half_turn * tanh(length), &sine, &cosine);
         store(at, cosine);

@@ -38,10 +38,6 @@ ANYMAMBA_INLINE void add_quaternion(float *to, int64_t plane, const Quaternion &
 // The smallest number that is safe under a root or a division (`div_eps` of float32).
 constexpr float kLeast = 8.158466616e-8f;
 
-ANYMAMBA_INLINE Vec at_least(Vec x, float floor) {
-    return select(x < splat(floor), splat(floor), x);
-}
-
 ANYMAMBA_INLINE Vec square_root(Vec x) {
     float lanes[kWidth];
     store(lanes, x);
@@ -52,7 +48,8 @@ ANYMAMBA_INLINE Vec square_root(Vec x) {
 ANYMAMBA_INLINE Vec magnitude(Vec x) { return (Vec)((IntVec)x & 0x7FFFFFFF); }
 
 ANYMAMBA_INLINE Vec length_of(const Quaternion &q) {
-    return square_root(at_least(q.w * q.w + q.x * q.x + q.y * q.y + q.z * q.z, kLeast));
+    return square_root(
+        at_least(splat(kLeast), q.w * q.w + q.x * q.x + q.y * q.y + q.z * q.z));
 }
 
 ANYMAMBA_INLINE Quaternion scaled(const Quaternion &q, Vec by) {
@@ -65,7 +62,7 @@ ANYMAMBA_INLINE Quaternion unit_of(const Quaternion &q) { return scaled(q, 1.0f 
 // cancel, and 1 where float32 cannot tell the difference.
 ANYMAMBA_INLINE Vec tanh_of_length(Vec x) {
     const Vec most = splat(16.0f), q = x * x;
-    const Vec power = exp(2.0f * select(x > most, most, x));
+    const Vec power = exp(2.0f * at_most(most, x));
     const IntVec is_large = x > splat(0.75f);
     const Vec above = select(is_large, power - 1.0f, x * (945.0f + q * (105.0f + q)));
     const Vec below = select(is_large, power + 1.0f, 945.0f + q * (420.0f + q * 15.0f));
@@ -89,7 +86,7 @@ struct Increment {
         Vec sum = {};
         for (int part = 0; part < 3; ++part)
             sum += (axis[part] * inverse) * (axis[part] * inverse);
-        length = square_root(at_least(sum, kLeast)) * largest;
+        length = square_root(at_least(splat(kLeast), sum)) * largest;
         bound = tanh_of_length(length);
         sine_cosine(wrap_angle(pace * bound), sine, cosine);
     }

@@ -45,8 +45,7 @@ ANYMAMBA_INLINE Vec wild_decay(Vec dt, Vec rate) {
     // Exponents too large to have a fraction, or infinite, get any.
     f = select(f >= -half, f, -half);
     f = select(f <= half, f, half);
-    Vec held = select(n < low, low, n);
-    held = select(held > high, high, held);
+    const Vec held = at_most(high, at_least(low, n));
     const IntVec whole = (IntVec)(held + kRounder) - (IntVec)splat(kRounder);
     const IntVec part = whole >> 1;
     const Vec first = (Vec)((part + 127) << 23), second = (Vec)((whole - part + 127) << 23);
