@@ -114,7 +114,7 @@ def round_activations(monkeypatch: Any, scheme: str, kind: str) -> float:
     """
     has_bytes = kind in BYTES
     largest = 127 if scheme == "int4" or has_bytes else 32767
-    columns = 64 if scheme == "int4" and has_bytes else 32
+    columns = 128 if scheme == "int4" and has_bytes else 32
     exact = QuantizedLinear.forward
     monkeypatch.setattr(
         QuantizedLinear, "forward", lambda m, x: exact(m, _rounded(x, largest, columns))

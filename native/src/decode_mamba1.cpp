@@ -58,11 +58,7 @@ void step_sizes(const DecodeLayer &layer, const RowDesks &desks, Share own) {
 }
 
 // 2^(dt a), where a is A / ln 2 and never positive: below 2^-126 the state is forgotten.
-ANYMAMBA_INLINE Vec decay_of(Vec exponent) {
-    const Vec held = at_least(splat(-126.0f), exponent);
-    const Vec shifted = held + kRounder;
-    return exp2_scaled(held - (shifted - kRounder), shifted);
-}
+ANYMAMBA_INLINE Vec decay_of(Vec exponent) { return exp2_held(at_least(splat(-126.0f), exponent)); }
 
 // Channels whose sums over the state are taken together.
 constexpr int kChannels = 4;

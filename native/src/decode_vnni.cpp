@@ -2,8 +2,8 @@
 // instruction (VPDPBUSD). A block of a panel is opened into registers, where all vectors meet it.
 //
 // Activations are bytes with a scale for every stretch of blocks: one block beside int8, whose
-// rounding is of the same size, two beside int4, where it is lost in that of the weights. A scale for
-// every block is one multiplication more beside the eight of the bytes.
+// rounding is of the same size, four beside int4, where it is lost in that of the weights. A scale
+// for every block is one multiplication more beside the eight of the bytes.
 #include <immintrin.h>
 
 #include "decode_panels.h"
@@ -29,7 +29,7 @@ struct Int8Format {
 };
 
 struct Int4Format {
-    static constexpr int64_t kBytes = 16, kStretch = 2, kLoads = 4;
+    static constexpr int64_t kBytes = 16, kStretch = 4, kLoads = 4;
     static constexpr int kStreams = streams_of(DecodeFormat::kInt4);
     static constexpr int32_t kShift = 8;
 
@@ -90,20 +90,29 @@ ANYMAMBA_INLINE void add_block(const Panels<Format::kBytes> &panels, const Activ
     }
 }
 
-// sums[s] += what a stretch of kBlocks blocks adds to kTogether panels, `apart` from each other, for
-// one vector. The panels take turns block by block: memory comes soonest so.
-template <class Format, int kTogether, int64_t kBlocks>
+// The blocks of a stretch; only the last one of a row may have fewer than the others.
+template <class Format>
+ANYMAMBA_INLINE Share blocks_of(int64_t stretch, int64_t blocks) {
+    const int64_t first = stretch * Format::kStretch;
+    if (Format::kStretch == 1) return {first, first + 1};
+    return {first, first + smaller(Format::kStretch, blocks - first)};
+}
+
+// sums[s] += what a stretch adds to kTogether panels, `apart` from each other, for one vector. The
+// panels take turns block by block: memory comes soonest so.
+template <class Format, int kTogether>
 ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const Activations &x,
                                    int64_t panel, int64_t apart, int64_t stretch, __m512 *sums) {
-    const int64_t place = stretch * Format::kStretch;
+    const Share own = blocks_of<Format>(stretch, panels.blocks);
     __m512 parts[kTogether];
 #pragma GCC unroll 4
     for (int stream = 0; stream < kTogether; ++stream)
-        add_block<Format, 1, false>(panels, x, panel + stream * apart, place, 0, parts + stream);
-    if constexpr (kBlocks == 2)
+        add_block<Format, 1, false>(panels, x, panel + stream * apart, own.first, 0,
+                                    parts + stream);
+    for (int64_t place = own.first + 1; place < own.last; ++place)
 #pragma GCC unroll 4
         for (int stream = 0; stream < kTogether; ++stream)
-            add_block<Format, 1, true>(panels, x, panel + stream * apart, place + 1, 0,
+            add_block<Format, 1, true>(panels, x, panel + stream * apart, place, 0,
                                        parts + stream);
 #pragma GCC unroll 4
     for (int stream = 0; stream < kTogether; ++stream)
@@ -115,30 +124,32 @@ ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const A
 template <class Format>
 void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
     const Panels<Format::kBytes> panels(matrix);
-    const int64_t whole = panels.blocks / Format::kStretch;
+    const int64_t stretches = ceil_div(panels.blocks, Format::kStretch);
     const Share all = panels_of(own);
     read_in_streams<Format::kStreams>(all, [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kTogether = decltype(streams)::value;
         __m512 sums[kTogether] = {};
-        for (int64_t stretch = 0; stretch < whole; ++stretch)
-            add_stretches<Format, kTogether, Format::kStretch>(panels, x, first, apart, stretch,
-                                                               sums);
-        if (panels.blocks % Format::kStretch > 0)
-            add_stretches<Format, kTogether, 1>(panels, x, first, apart, whole, sums);
+        for (int64_t stretch = 0; stretch < stretches; ++stretch)
+            add_stretches<Format, kTogether>(panels, x, first, apart, stretch, sums);
         for (int stream = 0; stream < kTogether; ++stream)
             write_sums(matrix, own, first + stream * apart, sums[stream], out);
     });
 }
 
-// sums[v] += what a stretch of kBlocks blocks adds for kCount vectors from `first` on.
-template <class Format, int64_t kCount, int64_t kBlocks>
+// sums[v] += what a stretch adds for kCount vectors from `first` on; the first of all vectors ask
+// for what comes behind it.
+template <class Format, int64_t kCount>
 ANYMAMBA_INLINE void add_stretch(const Panels<Format::kBytes> &panels, const Activations &x,
                                  int64_t panel, int64_t stretch, int64_t first, __m512 *sums) {
-    const int64_t place = stretch * Format::kStretch, at = stretch * x.rows + first;
+    const Share own = blocks_of<Format>(stretch, panels.blocks);
+    const int64_t at = stretch * x.rows + first;
     __m512 parts[kCount];
-    add_block<Format, kCount, false>(panels, x, panel, place, first, parts);
-    if constexpr (kBlocks == 2)
-        add_block<Format, kCount, true>(panels, x, panel, place + 1, first, parts);
+    if (first == 0) ask_for_block(panels.block(panel, own.first), panels.kBlock);
+    add_block<Format, kCount, false>(panels, x, panel, own.first, first, parts);
+    for (int64_t place = own.first + 1; place < own.last; ++place) {
+        if (first == 0) ask_for_block(panels.block(panel, place), panels.kBlock);
+        add_block<Format, kCount, true>(panels, x, panel, place, first, parts);
+    }
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kCount; ++v) sums[v] = sums[v] + parts[v] * x.scales[at + v];
 }
@@ -146,24 +157,17 @@ ANYMAMBA_INLINE void add_stretch(const Panels<Format::kBytes> &panels, const Act
 // Vectors whose sums stay in registers.
 constexpr int64_t kVectors = 8;
 
-// A panel times the vectors from `first` on, kCount at a time; the first of all of them ask for what
-// comes behind the panel.
+// A panel times the vectors from `first` on, kCount at a time.
 template <class Format, int64_t kCount>
 ANYMAMBA_INLINE void multiply_panel(const DecodeMatrix &matrix,
                                     const Panels<Format::kBytes> &panels, const Activations &x,
                                     Share own, int64_t panel, int64_t first, float *out,
                                     int64_t out_stride) {
-    constexpr int64_t kStretch = Format::kStretch;
-    const int64_t whole = panels.blocks / kStretch;
+    const int64_t stretches = ceil_div(panels.blocks, Format::kStretch);
     for (; first + kCount <= x.rows; first += kCount) {
         __m512 sums[kCount] = {};
-        for (int64_t stretch = 0; stretch < whole; ++stretch) {
-            if (first == 0)
-                ask_for_block(panels.block(panel, stretch * kStretch), kStretch * panels.kBlock);
-            add_stretch<Format, kCount, kStretch>(panels, x, panel, stretch, first, sums);
-        }
-        if (panels.blocks % kStretch > 0)
-            add_stretch<Format, kCount, 1>(panels, x, panel, whole, first, sums);
+        for (int64_t stretch = 0; stretch < stretches; ++stretch)
+            add_stretch<Format, kCount>(panels, x, panel, stretch, first, sums);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < kCount; ++v)
             write_sums(matrix, own, panel, sums[v], out + (first + v) * out_stride);
@@ -199,14 +203,14 @@ struct Rounding {
 // A stretch with NaN or infinity has the scale NaN, which makes every product NaN; its bytes are
 // zeros, because their sum has to fit. So are those of a stretch below 1e-30, long before its inverse,
 // which is then not used, becomes infinite.
-template <int64_t kVecs>
-ANYMAMBA_INLINE Rounding rounding_of(const Vec *values) {
+template <int64_t kColumns>
+ANYMAMBA_INLINE Rounding rounding_of(const float *values) {
     // As bits, the sizes of floats are in order: infinity above all numbers, and NaN above it.
     const __m512i size = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i most = _mm512_setzero_si512();
 #pragma GCC unroll 4
-    for (int64_t place = 0; place < kVecs; ++place)
-        most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(values[place]), size));
+    for (int64_t place = 0; place < kColumns; place += kWidth)
+        most = _mm512_max_epi32(most, _mm512_and_si512(fetch<__m512i>(values + place), size));
     const __m128i bits = _mm512_castsi512_si128(spread_largest(most));
     const __m128 largest = _mm_castsi128_ps(bits);
     const bool is_finite = _mm_cvtsi128_si32(bits) < 0x7F800000;
@@ -217,13 +221,13 @@ ANYMAMBA_INLINE Rounding rounding_of(const Vec *values) {
 }
 
 // One block as bytes; returns their sum.
-ANYMAMBA_INLINE int32_t prepare_block(const Vec *values, const Rounding &rounding,
+ANYMAMBA_INLINE int32_t prepare_block(const float *values, const Rounding &rounding,
                                       int32_t *words) {
     __m128i halves[2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half)
         halves[half] = _mm512_cvtepi32_epi8(
-            _mm512_maskz_cvtps_epi32(rounding.kept, values[half] * rounding.inverse));
+            _mm512_maskz_cvtps_epi32(rounding.kept, load(values + half * kWidth) * rounding.inverse));
     const __m256i bytes = _mm256_set_m128i(halves[1], halves[0]);
     memcpy(words, &bytes, sizeof(bytes));
     const __m256i fours =
@@ -236,8 +240,7 @@ ANYMAMBA_INLINE int32_t prepare_block(const Vec *values, const Rounding &roundin
 
 template <class Format>
 void prepare_in(int64_t columns, Activations *x) {
-    constexpr int64_t kColumns = Format::kStretch * kDecodeBlock, kVecs = kColumns / kWidth;
-    constexpr int64_t kBlockVecs = kDecodeBlock / kWidth;
+    constexpr int64_t kColumns = Format::kStretch * kDecodeBlock;
     for (int64_t stretch = 0; stretch < ceil_div(columns, kColumns); ++stretch)
         for (int64_t row = 0; row < x->rows; ++row) {
             const float *from = x->values + row * x->stride + stretch * kColumns;
@@ -248,18 +251,13 @@ void prepare_in(int64_t columns, Activations *x) {
                 memcpy(part, from, (size_t)left * sizeof(float));
                 from = part;
             }
-            Vec values[kVecs];
-#pragma GCC unroll 4
-            for (int64_t place = 0; place < kVecs; ++place)
-                values[place] = load(from + place * kWidth);
-            const Rounding rounding = rounding_of<kVecs>(values);
+            const Rounding rounding = rounding_of<kColumns>(from);
             x->scales[stretch * x->rows + row] = rounding.scale;
-            const int64_t blocks = smaller(Format::kStretch, ceil_div(left, kDecodeBlock));
-#pragma GCC unroll 2
-            for (int64_t block = 0; block < blocks; ++block) {
-                const int64_t at = (stretch * Format::kStretch + block) * x->rows + row;
-                x->offsets[at] = -Format::kShift * prepare_block(values + block * kBlockVecs,
-                                                                 rounding, x->words + at * kUnits);
+            const Share own = blocks_of<Format>(stretch, ceil_div(columns, kDecodeBlock));
+            for (int64_t place = own.first; place < own.last; ++place, from += kDecodeBlock) {
+                const int64_t at = place * x->rows + row;
+                x->offsets[at] =
+                    -Format::kShift * prepare_block(from, rounding, x->words + at * kUnits);
             }
         }
 }

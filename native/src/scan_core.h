@@ -30,8 +30,8 @@ struct Constant {
 
 // 2^(dt rate) where |dt rate| <= 126.
 ANYMAMBA_INLINE Vec tame_decay(Vec dt, Vec rate) {
-    const Vec shifted = dt * rate + kRounder;
-    return exp2_scaled(dt * rate - (shifted - kRounder), shifted);
+    const Vec shifted = dt * rate + kStepRounder;
+    return exp2_of((IntVec)shifted, dt * rate - (shifted - kStepRounder));
 }
 
 // The same for any argument: 0, infinity and NaN where they belong, subnormal results reached.
@@ -39,17 +39,17 @@ ANYMAMBA_INLINE Vec tame_decay(Vec dt, Vec rate) {
 // neighbours in the vector. (The product must only be added to: else it is rounded once more.)
 ANYMAMBA_INLINE Vec wild_decay(Vec dt, Vec rate) {
     const Vec low = splat(-151.0f), high = splat(129.0f), half = splat(0.5f);
-    const Vec shifted = dt * rate + kRounder;
-    const Vec n = shifted - kRounder;
+    const Vec shifted = dt * rate + kStepRounder;
+    const Vec n = shifted - kStepRounder;
     Vec f = dt * rate - n;
     // Exponents too large to have a fraction, or infinite, get any.
     f = select(f >= -half, f, -half);
     f = select(f <= half, f, half);
     const Vec held = at_most(high, at_least(low, n));
-    const IntVec whole = (IntVec)(held + kRounder) - (IntVec)splat(kRounder);
-    const IntVec part = whole >> 1;
+    const IntVec steps = (IntVec)(held + kStepRounder) - (IntVec)splat(kStepRounder);
+    const IntVec whole = steps >> kStepBits, part = whole >> 1;
     const Vec first = (Vec)((part + 127) << 23), second = (Vec)((whole - part + 127) << 23);
-    return select(n == n, exp2_fraction(f) * first * second, n);
+    return select(n == n, exp2_of(steps - (whole << kStepBits), f) * first * second, n);
 }
 
 // Whether every exponent of a chunk is one that `tame_decay` can take; `bound` is the largest rate.
