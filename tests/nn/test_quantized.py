@@ -129,6 +129,22 @@ def test_a_large_layer_is_its_dequantised_weight(scheme, bias, dtype, rows, monk
     torch.testing.assert_close(got_grad, want_grad, atol=4 * atol, rtol=rtol)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own, about torch.jit
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # inductor's own, of slower code
+@SCHEMES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_layer_keeps_its_last_columns(scheme, dtype):
+    """Columns that fill no block are there for the compiler too."""
+    layer = QuantizedLinear.of(nn.Linear(70, 5).to(dtype), scheme)
+    u_bi = randn(3, 70, seed=5, dtype=torch.float32).to(dtype)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer.dequantize)(), layer.weight)
+        torch.testing.assert_close(torch.compile(layer)(u_bi), layer(u_bi))
+    torch._dynamo.reset()
+
+
 @SCHEMES
 def test_a_layer_keeps_its_integers_through_everything(scheme):
     """Casts change what it computes with, not what it stores; state dicts and copies carry it."""

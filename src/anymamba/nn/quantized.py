@@ -152,7 +152,10 @@ def _dequantized_rows(
         both = values.view(torch.int8)
         values = torch.cat([both << 4 >> 4, both >> 4], -1)  # shifts of signed bytes keep signs
     wide = values.to(torch.float32).mul_(scales.float().unsqueeze(-1))
-    return wide.flatten(-2)[..., :columns].to(dtype)
+    whole = wide.flatten(-2).to(dtype)
+    # Where it cuts in the loop that finds each column's scale, Inductor (torch 2.13) splits that
+    # loop into whole blocks and loses the last columns. It never fuses past `as_strided`.
+    return whole.as_strided((*whole.shape[:-1], columns), whole.stride())
 
 
 class _Quantized(nn.Module):
