@@ -124,36 +124,56 @@ void run_token(Step &step) {
         read_matrix_row(program.embedding, static_cast<const int64_t *>(ids.data)[row],
                         step.desk.stream + row * step.board.branch_stride);
     for (int64_t place = 0; place < program.layers; ++place) run_layer(step, place);
-    enter_sublayer(step, program.norm, true);
     const anymamba_tensor &logits = step.tensors[kDecodeLogits];
-    multiply_and_meet(step, program.head, {}, static_cast<float *>(logits.data), logits.stride[0]);
+    if (logits.data != nullptr) {
+        enter_sublayer(step, program.norm, true);
+        multiply_and_meet(step, program.head, {}, static_cast<float *>(logits.data),
+                          logits.stride[0]);
+    }
     if (step.worker > 0) return;
     count_on(step.tensors[kDecodePositions], step.rows);
     for (int64_t place = 0; place < program.layers; ++place)
         if (program.layer[place].family == 0) count_on(step.states(place)[2], step.rows);
 }
 
+// The rows of a tensor from `first` on.
+anymamba_tensor from_row(anymamba_tensor tensor, int64_t first) {
+    if (tensor.data == nullptr) return tensor;
+    int64_t bytes = 2;
+    if (tensor.dtype == ANYMAMBA_FLOAT32) bytes = 4;
+    if (tensor.dtype == ANYMAMBA_INT64) bytes = 8;
+    tensor.data = static_cast<char *>(tensor.data) + first * tensor.stride[0] * bytes;
+    return tensor;
+}
+
 }  // namespace
 
-// Tensors and sizes: decode_program.h. Returns -1 for a program of another layout.
+// Tensors and sizes: decode_program.h. Returns -1 for a program of another layout. More rows than
+// share a reading of the weights run in equal groups, one after the other.
 int64_t decode(const anymamba_call &call) {
-    const int64_t rows = call.sizes[0];
+    const int64_t all = call.sizes[0];
     const auto &program = *reinterpret_cast<const DecodeProgram *>(call.sizes[1]);
     if (program.layer_bytes != (int64_t)sizeof(DecodeLayer)) return -1;
+    const int64_t most = ceil_div(all, ceil_div(all, kDecodeMostRows));
+    const int64_t count = kDecodeStates + program.layers * kDecodeStatesPerLayer;
     const Widths widths(program);
     Carver carver{static_cast<char *>(call.workspace)};
-    const Board board = take_board(carver, widths, program.width, rows);
+    auto *tensors = carver.take<anymamba_tensor>(count);
+    const Board board = take_board(carver, widths, program.width, most);
     Carver measure{nullptr};
-    take_desk(measure, widths, program.width, rows);
+    take_desk(measure, widths, program.width, most);
     char *desks = carver.take<char>(measure.used * call.threads);
     if (call.workspace == nullptr) return carver.used;
-    run_together(call.threads, [&](Team &team, int64_t worker) {
-        Carver own{desks + worker * measure.used};
-        Step step{program, call.tensors,        rows,
-                  team,    worker,              board,
-                  take_desk(own, widths, program.width, rows)};
-        run_token(step);
-    });
+    for (int64_t first = 0; first < all; first += most) {
+        const int64_t rows = smaller(most, all - first);
+        for (int64_t at = 0; at < count; ++at) tensors[at] = from_row(call.tensors[at], first);
+        run_together(call.threads, [&](Team &team, int64_t worker) {
+            Carver own{desks + worker * measure.used};
+            Step step{program, tensors, rows, team, worker, board,
+                      take_desk(own, widths, program.width, rows)};
+            run_token(step);
+        });
+    }
     return carver.used;
 }
 

@@ -13,7 +13,7 @@ enum class DecodeFormat : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 
 enum class DecodeNormKind : int64_t { kNone, kRms, kLayer };
 enum class DecodeRotation : int64_t { kInterleaved, kHalfSplit, kQuaternion };
 
-// Rows that share one reading of the weights.
+// Rows that share one reading of the weights, at most.
 constexpr int64_t kDecodeMostRows = 64;
 
 // Columns per scale of the integer formats, and rows that lie together. Matrices are padded with
@@ -93,7 +93,8 @@ struct DecodeProgram {
     DecodeMatrix head;
 };
 
-// Tensors of a call: ids, positions and logits of the rows, then four states per layer.
+// Tensors of a call: ids, positions and logits of the rows, then four states per layer. Without
+// logits the head is not computed.
 // Mamba-1 and Mamba-2: convolution, scan. Mamba-3: scan, key, value, rotation. Attention:
 // keys, values, lengths, convolution; there is room for one more key.
 // Sizes: rows, and the address of the program.

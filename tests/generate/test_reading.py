@@ -7,6 +7,7 @@ from anymamba.generate import generate, generate_detailed, stream
 from anymamba.models import MambaLM, quantize_lm
 from anymamba.nn import QuantizedLinear
 from anymamba.ops import native_status
+from anymamba.ops.decode import DecodeCall
 from anymamba.settings import override
 from decoder_cases import MODELS, model, tokens
 from kernels import DECODERS
@@ -82,6 +83,23 @@ def test_a_short_prompt_of_integers_is_decoded(name, scheme, monkeypatch):
 
 
 @DECODER
+def test_the_head_is_computed_for_the_last_token_only(monkeypatch):
+    """Of a prompt that the decoder reads, and never to complete the state behind the last token."""
+    lm = quantize_lm(model("mamba2", d_model=48), "int8")
+    heads, run = [], DecodeCall.run
+    monkeypatch.setattr(
+        DecodeCall,
+        "run",
+        lambda c, i, logits: heads.append(logits is not None) or run(c, i, logits),
+    )
+    generate_detailed(lm, [[1, 2, 3, 4]], max_new_tokens=0)
+    assert heads == [False, False, False, True]
+    heads.clear()
+    generate_detailed(lm, [[1]], max_new_tokens=3)
+    assert heads == [True, True, True, False]
+
+
+@DECODER
 def test_how_long_a_short_prompt_is(monkeypatch):
     """The longest one that the decoder reads; one token more, and modules read it."""
     lm = quantize_lm(model("mamba2", d_model=48), "int8")
@@ -109,21 +127,19 @@ def test_a_decoded_prompt_is_what_the_modules_read(name, scheme):
     assert (decoded - quantized).norm() <= share * (quantized - exact).norm()
 
 
-@pytest.mark.parametrize("why", ["long", "in pieces", "off", "hooked", "many rows"])
+@pytest.mark.parametrize("why", ["long", "in pieces", "off", "hooked"])
 def test_other_prompts_are_read_at_once(why, monkeypatch):
     """Token by token the modules would open every weight each time."""
     lm = quantize_lm(model("mamba2", d_model=48), "int8")
     calls = count_calls(monkeypatch, QuantizedLinear)
-    length, rows, options = 5, 1, {}
+    length, options = 5, {}
     if why == "long":
         length = FEW + 1
     elif why == "in pieces":
         length, options = FEW + 1, {"prefill_chunk": FEW}
     elif why == "hooked":
         lm.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_: None)
-    elif why == "many rows":
-        rows = 65
-    ids_bs = tokens(rows, length)
+    ids_bs = tokens(1, length)
     pieces = 2 if why == "in pieces" else 1
     with override(native="off" if why == "off" else "auto"), torch.no_grad():
         generate_detailed(lm, ids_bs, max_new_tokens=0, **options)

@@ -1,6 +1,9 @@
 """What the decoder leaves to the modules, and how it refuses: it bypasses nothing."""
 
+import gc
 import logging
+import weakref
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -247,9 +250,88 @@ def test_the_choice_is_logged_once(caplog):
             lm.backbone.layers[0].mixer.in_proj._forward_hooks.clear()
     assert [record.message for record in caplog.records] == [
         "MambaLM.step_: native decoder",
-        "MambaLM.step_: modules (in_proj of Mamba2 must be a Linear or QuantizedLinear without "
-        "hooks, and is a Linear, swapped or hooked)",
+        "MambaLM.step_: modules (backbone.layers.0.mixer.in_proj must be a Linear or "
+        "QuantizedLinear without hooks, and is a Linear, swapped or hooked)",
     ]
+
+
+@pytest.mark.parametrize("verb", ["step", "step_", "advance", "advance_state"])
+def test_every_verb_logs_why_modules_run(verb, caplog):
+    """Whoever decodes slowly finds the reason, whichever method was called."""
+    lm = model("mamba2")
+    hook(lm, "lm_head")
+    with caplog.at_level(logging.INFO, "anymamba.models"), torch.no_grad():
+        getattr(lm, verb)(tokens(2), used_cache(lm, 2))
+    assert [record.message for record in caplog.records] == [
+        "MambaLM.step_: modules (lm_head must be a Linear or QuantizedLinear without hooks, and is "
+        "a Linear, swapped or hooked)"
+    ]
+
+
+@pytest.mark.parametrize("path", ["backbone.layers.1.mixer.in_proj", "lm_head"])
+def test_a_refusal_is_found_once(path, monkeypatch):
+    """Modules do not compile the model in vain at every token, and it is served again later."""
+    lm = run_once(model("mamba2"))
+    cache, compiled = used_cache(lm, 2), []
+    where = "anymamba.models.decoder.known.Decoder"
+    plain = resolve_name(where)
+    monkeypatch.setattr(where, lambda *of: compiled.append(1) or plain(*of))
+    hook(lm, path)
+    for _ in range(3):
+        lm.step_(tokens(2), cache)
+    assert compiled == [1]
+    lm.get_submodule(path)._forward_hooks.clear()
+    assert_current(lm)
+    assert compiled == [1, 1]
+
+
+def test_a_refused_model_is_not_kept_alive():
+    """What is remembered of a refusal does not hold the model."""
+    lm = model("mamba2")
+    hook(lm, "lm_head")
+    lm.step_(tokens(2), used_cache(lm, 2))
+    gone = weakref.ref(lm)
+    del lm
+    gc.collect()
+    assert gone() is None
+
+
+class Louder(MambaLM):
+    """A model that runs tokens in its own way."""
+
+    def step(self, ids_b, cache, *, impl="auto"):
+        logits_bw, cache = super().step(ids_b, cache, impl="portable")
+        return type(super().step(ids_b, cache, impl="portable"))(2 * logits_bw, cache)
+
+
+def test_the_step_of_a_subclass_is_called():
+    """The decoder takes no token away from a class that has its own rule."""
+    plain, lm = model("mamba2"), model("mamba2")
+    lm.__class__ = Louder
+    cache, ids_b = used_cache(plain, 2), tokens(2)
+    with torch.no_grad():
+        want = 2 * plain.step(ids_b, cache, impl="portable").logits
+    assert torch.equal(lm.step_(ids_b, cache.clone()), want)
+    assert torch.equal(lm.advance(ids_b, cache.clone()).logits, want)
+    assert int(lm.advance_state(ids_b, cache).position_b[0]) == 6
+    with pytest.raises(BackendError, match="Louder has a method step of its own"):
+        lm.step_(ids_b, cache, impl="native")
+
+
+def test_states_of_inference_mode_are_written_inside_it():
+    """The decoder refuses where modules do, and `advance` returns an ordinary state."""
+    lm, ids_b = model("mamba2"), tokens(2)
+    with torch.inference_mode():
+        cache = lm.prefill(tokens(2, 5, seed=2)).cache
+        want = lm.step_(ids_b, cache.clone(), impl="native")
+    with pytest.raises(BackendError, match="made in inference mode are written to only inside it"):
+        lm.step_(ids_b, cache, impl="native")
+    with pytest.raises(CacheError, match="Clone the cache first"):
+        lm.step_(ids_b, cache)
+    logits_bw, after = lm.advance(ids_b, cache)
+    assert_same(want, logits_bw)
+    assert not after.position_b.is_inference()
+    assert_same(want, lm.step_(ids_b, cache.clone(), impl="native"))
 
 
 def test_logits_land_where_the_caller_said():

@@ -119,3 +119,43 @@ def test_who_left_is_a_state_of_its_own():
     company.decode(2)
     for name, tensor in gone.to_tensors().items():
         assert torch.equal(tensor, want.to_tensors()[name]), name
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3 rank 2", "turned halves"])
+@pytest.mark.parametrize("form", ["bfloat16", "int4"])
+def test_more_rows_than_share_the_weights(form, name, kind):
+    """They run in groups, in one call: every row has its own bits, and its state goes on."""
+    dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
+    lm = model(name, dtype, d_model=48)
+    if form == "int4":
+        quantize_lm(lm, form)
+    rows = 67
+    start = lm.prefill(tokens(rows, 3), impl="portable").cache
+    ids_b = tokens(rows, seed=4)
+    with running(kind):
+        logits_bw, cache = lm.advance(ids_b, start.clone(), impl="native")
+        for first, last in ((0, 34), (34, 67)):
+            part = start.rows(list(range(first, last)))
+            want_bw, want = lm.advance(ids_b[first:last], part, impl="native")
+            assert torch.equal(logits_bw[first:last], want_bw)
+            got = cache.rows(list(range(first, last)))
+            for field, tensor in want.to_tensors().items():
+                assert torch.equal(got.to_tensors()[field], tensor), field
+
+
+@KINDS
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_without_logits_is_the_same(name, kind):
+    """Who wants no logits spares the head, and nothing else."""
+    lm, ids_b = model(name), tokens(3)
+    start = lm.prefill(tokens(3, 4), impl="portable").cache
+    with running(kind):
+        want = lm.advance(ids_b, start.clone(), impl="native").cache
+        got = lm.advance_state(ids_b, start.clone(), impl="native")
+    with torch.no_grad():
+        modules = lm.advance_state(ids_b, start.clone(), impl="portable")
+    portable = lm.step(ids_b, start, impl="portable").cache
+    for field, tensor in want.to_tensors().items():
+        assert torch.equal(got.to_tensors()[field], tensor), field
+        assert torch.equal(modules.to_tensors()[field], portable.to_tensors()[field]), field

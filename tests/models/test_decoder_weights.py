@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from anymamba.errors import BackendError
+from anymamba.errors import BackendError, ConfigError
 from anymamba.generate import generate, generate_detailed, stream
-from anymamba.models import MambaLM
+from anymamba.models import MambaLM, quantize_lm
 from anymamba.nn import ModelCache
 from anymamba.settings import override
 from decoder_cases import assert_current, merge_lora, model, run_once, tokens, used_cache
@@ -128,7 +128,7 @@ def test_copies_of_not_a_number_are_kept(monkeypatch):
     lm.backbone.layers[0].mixer.A_log[0] = torch.nan
     run_once(lm)
     compiled = []
-    monkeypatch.setattr("anymamba.models.decoder.decoder._Decoder", compiled.append)
+    monkeypatch.setattr("anymamba.models.decoder.known.Decoder", compiled.append)
     after_a_prompt(lm, lm.empty_cache(2))
     assert compiled == []
 
@@ -229,8 +229,34 @@ def test_weights_of_another_shape_are_refused(change):
     lm = run_once(model("mamba2"))
     cache = used_cache(lm, 2)
     WRONG_SHAPES[change](lm)
-    with pytest.raises(BackendError, match=r"must have the shape|has no D"):
+    with pytest.raises(
+        BackendError, match=r"must have the shape|there is no backbone\.layers\.0\.mixer\.D\."
+    ):
         lm.step_(tokens(2), cache, impl="native")
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_a_vocabulary_cut_in_place_is_noticed(scheme):
+    """The same memory, fewer rows of it: as many logits as modules give, and no id outside."""
+    lm = model("mamba2")
+    if scheme is not None:
+        quantize_lm(lm, scheme)
+    run_once(lm)
+    embedding = lm.backbone.embedding
+    if scheme is None:
+        embedding.weight.data = embedding.weight.data[:16]
+        embedding.num_embeddings = 16
+    else:
+        embedding.values.data, embedding.scales.data = embedding.values[:1], embedding.scales[:1]
+        embedding.rows = embedding.num_embeddings = lm.lm_head.rows = 16
+    cache, ids_b = lm.empty_cache(2), torch.tensor([3, 15])
+    with torch.no_grad():
+        want = lm.step(ids_b, cache, impl="portable").logits
+    got = lm.step_(ids_b, cache, impl="native")
+    assert want.shape == got.shape == (2, 16)
+    for impl in ("native", "portable"):
+        with pytest.raises(ConfigError, match=r"must lie in 0\.\.15"):
+            lm.step_(torch.tensor([3, 16]), cache, impl=impl)
 
 
 def test_another_default_device_changes_nothing():

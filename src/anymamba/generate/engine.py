@@ -178,7 +178,7 @@ def _decode(
     back = sorted(range(len(left)), key=lambda place: left[place].place)
     before = ModelCache.join(caches).rows(back)
     newest_b = torch.tensor([row.ids[-1] for row in rows], device=before.position_b.device)
-    return rows, lm.step(newest_b, before).cache
+    return rows, lm.advance_state(newest_b, before)
 
 
 def _run_to_the_end(batch: Batch, *, with_cache: bool) -> tuple[list[Row], list[ModelCache]]:

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from anymamba.errors import BackendError, CacheError, ConfigError, DtypeError, ShapeError
-from anymamba.models import MambaConfig, MambaLM, scheme_of
+from anymamba.errors import CacheError, ConfigError, DtypeError, ShapeError
+from anymamba.models import MambaConfig, MambaLM, native_refusal, scheme_of
 from anymamba.nn import ModelCache
 
 __all__ = ["Progress", "Prompts", "check_model", "check_prompts", "read_prompts"]
@@ -146,14 +146,14 @@ def _read_tokens(
 ) -> tuple[Tensor, ModelCache] | None:
     """Run prompts of one length through the decoder; None where it cannot, and nothing was done."""
     ids_bs = torch.tensor(prompts, device=cache.position_b.device)
-    first_b, *others = ids_bs.unbind(1)
+    *others, last_b = ids_bs.unbind(1)
     with lm.unchanged():
-        try:
-            logits_bw, cache = lm.advance(first_b, cache, impl="native")
-        except BackendError:
+        # Of this model and these rows; later tokens differ in nothing that could be refused.
+        if native_refusal(lm, last_b, cache) is not None:
             return None
         for ids_b in others:
-            logits_bw, cache = lm.advance(ids_b, cache)
+            cache = lm.advance_state(ids_b, cache)
+        logits_bw, cache = lm.advance(last_b, cache)
     tell(ids_bs.numel())
     return logits_bw, cache
 

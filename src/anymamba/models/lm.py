@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from anymamba.errors import BackendError
 from anymamba.models.checkpoints import checkpoints_for
 from anymamba.models.config import MambaConfig
-from anymamba.models.decoder import doubt_copies, native_refusal, native_step, unchanged
+from anymamba.models.decoder import (
+    decodable,
+    doubt_copies,
+    is_decodable,
+    is_served,
+    native_state,
+    native_step,
+    unchanged,
+)
 from anymamba.models.initialise import initialise
 from anymamba.models.inputs import check_ids, check_known, check_rows, check_way
 from anymamba.models.loss import (
@@ -153,6 +161,7 @@ class MambaLM(nn.Module):
         hidden_bsd, new = self._hidden(ids_bs, cache, how)
         return LmStep(project(self.lm_head, hidden_bsd[:, -num_last_tokens:]), new)
 
+    @decodable
     def step(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> LmStep:
         """Run one token: pure and differentiable; returns `(logits_bw, cache)`.
 
@@ -175,15 +184,11 @@ class MambaLM(nn.Module):
             )
         # Copying the state for nothing would cost more than asking first.
         tries = not torch.is_grad_enabled() and self._decodes(impl)
-        if tries and (impl == "native" or native_refusal(self, ids_b) is None):
+        if tries and (impl == "native" or is_served(self, ids_b)):
             found = native_step(self, ids_b, with_room(cache, 1), impl)
             if found is not None:
                 return LmStep(*found)
-        embedding = self.backbone.embedding
-        # Whatever was put in its place knows its own ids.
-        if isinstance(embedding, nn.Embedding | QuantizedEmbedding):
-            check_known("MambaLM", ids_b, embedding.num_embeddings)
-        hidden_bd, new = self.backbone.token(embedding(ids_b), cache)
+        hidden_bd, new = self._token(ids_b, cache)
         return LmStep(project(self.lm_head, hidden_bd), new)
 
     @without_gradients
@@ -237,6 +242,27 @@ class MambaLM(nn.Module):
             if found is not None:
                 return LmStep(*found)
         return self.step(ids_b, cache, impl="portable")
+
+    @without_gradients
+    def advance_state(self, ids_b: Tensor, cache: ModelCache, *, impl: str = "auto") -> ModelCache:
+        """Run one token as `advance` does, but without the head: nobody wants its logits.
+
+        The arguments are those of `advance`.
+
+        Example:
+            >>> lm = MambaLM(MambaConfig(d_model=8, n_layer=1, vocab_size=16))
+            >>> cache = lm.advance_state(torch.tensor([1]), lm.empty_cache(1))
+            >>> cache.position
+            tensor([1])
+        """
+        self._check_token("MambaLM.advance_state", ids_b, cache, impl)
+        found = native_state(self, ids_b, cache, impl) if self._decodes(impl) else None
+        if found is not None:
+            return found
+        if is_decodable(self.step):
+            return self._token(ids_b, cache)[1]
+        # A subclass runs tokens in its own way, with their logits.
+        return self.step(ids_b, cache, impl="portable").cache
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Promise that nothing in the model changes inside a `with`.
@@ -381,6 +407,14 @@ class MambaLM(nn.Module):
         """Return the normalised hidden states and the state after the piece."""
         self._check_piece(ids_bs, cache)
         return self.backbone.sequence(self.backbone.embedding(ids_bs), cache, how, None)
+
+    def _token(self, ids_b: Tensor, cache: ModelCache) -> tuple[Tensor, ModelCache]:
+        """Return the normalised hidden states of one token through the modules, and the state."""
+        embedding = self.backbone.embedding
+        # Whatever was put in its place knows its own ids.
+        if isinstance(embedding, nn.Embedding | QuantizedEmbedding):
+            check_known("MambaLM", ids_b, embedding.num_embeddings)
+        return self.backbone.token(embedding(ids_b), cache)
 
     def _check_piece(self, ids_bs: Tensor, cache: ModelCache | None = None) -> None:
         where = "MambaLM"

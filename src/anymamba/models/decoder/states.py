@@ -158,6 +158,8 @@ def _check_kind(
 ) -> None:
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
         raise NotServed("states must be plain tensors on the CPU that need no gradient")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise NotServed("states that were made in inference mode are written to only inside it")
     if tuple(tensor.shape) != (rows, *shape):
         raise CacheError(
             f"MambaLM: a state must have shape {(rows, *shape)}; got {tuple(tensor.shape)}. The "

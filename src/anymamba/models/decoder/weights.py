@@ -42,7 +42,17 @@ def _count_optimiser_steps() -> None:
 
 
 class NotServed(Exception):
-    """The decoder cannot serve this model or this call; the message is the reason."""
+    """The decoder cannot serve this model or this call; the message is the reason.
+
+    Attributes:
+        stands: whether the reason is there still, if that can be told sooner than by compiling the
+            model again.
+    """
+
+    def __init__(self, reason: str, stands: Callable[[], bool] | None = None) -> None:
+        """Keep the reason, and how to ask for it again."""
+        super().__init__(reason)
+        self.stands = stands
 
 
 class Weights:
@@ -59,6 +69,7 @@ class Weights:
         self._attributes: list[dict[str, Any]] = []
         self._read: list[Tensor] = []
         self._pointers: list[int] = []
+        self._shapes: list[torch.Size] = []
         self._strides: list[tuple[int, ...]] = []
         self._copied: list[Tensor] = []
         self._versions: list[int] = []
@@ -79,6 +90,7 @@ class Weights:
             and not any(self._hooks)
             and not any(map(dict.__contains__, self._attributes, repeat("forward")))
             and list(map(Tensor.data_ptr, self._read)) == self._pointers
+            and list(map(Tensor.size, self._read)) == self._shapes
             and list(map(Tensor.stride, self._read)) == self._strides
             and list(map(_version, self._copied)) == self._versions
             and self._steps == _optimiser_steps[0]
@@ -97,12 +109,19 @@ class Weights:
 
     def module(self, parent: nn.Module, name: str, *kinds: type[nn.Module]) -> Any:
         """Return a submodule that may be replaced by a function of its parameters."""
-        found = parent._modules.get(name)
-        if found is None or not any(is_plain(found, kind) for kind in kinds):
+        # Not the parent itself: who keeps a refusal must not keep the model.
+        home = parent._modules
+        found = home.get(name)
+
+        def is_other() -> bool:
+            return found is None or not any(is_plain(found, kind) for kind in kinds)
+
+        if is_other():
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise NotServed(
-                f"{name} of {type(parent).__name__} must be a {wanted} without hooks, "
-                f"and is {_described(found)}"
+                f"{self._path(parent, name)} must be a {wanted} without hooks, "
+                f"and is {_described(found)}",
+                lambda: home.get(name) is found and is_other(),
             )
         self._watch_module(parent, name, found)
         self._hooks += [getattr(found, hooks) for hooks in _HOOKS]
@@ -130,7 +149,7 @@ class Weights:
         matrix = self.table(linear)
         given: tuple[int, int] = matrix.rows, matrix.columns
         wanted = given[0] if rows is None else rows, columns
-        _check_shape(f"{name} of {type(parent).__name__}", given, wanted)
+        _check_shape(self._path(parent, name), given, wanted)
         matrix.bias = self.vector(linear, "bias", wanted[:1], is_optional=True)
         return matrix
 
@@ -191,11 +210,11 @@ class Weights:
         """
         if module._parameters.get(name) is None:
             if not is_optional:
-                raise NotServed(f"{type(module).__name__} has no {name}")
+                raise NotServed(f"there is no {self._path(module, name)}")
             self._watch(module._parameters, name, None)
             return None
         parameter = self._found(module, name)
-        _check_shape(f"{name} of {type(module).__name__}", tuple(parameter.shape), shape)
+        _check_shape(self._path(module, name), tuple(parameter.shape), shape)
         if form is None and parameter.dtype == torch.float32 and parameter.is_contiguous():
             return self._in_place(parameter, torch.float32)
         if parameter.is_inference():
@@ -206,7 +225,8 @@ class Weights:
             )
         if parameter.dtype not in _FLOATS:
             raise NotServed(
-                f"{name} must be float32, bfloat16 or float16, and is {parameter.dtype}"
+                f"{self._path(module, name)} must be float32, bfloat16 or float16, and is "
+                f"{parameter.dtype}"
             )
         self._copied.append(parameter)
         self._versions.append(parameter._version)
@@ -225,7 +245,7 @@ class Weights:
         home = module._parameters if name in module._parameters else module._buffers
         tensor = home.get(name)
         if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
-            raise NotServed(f"{name} of {type(module).__name__} must be a plain tensor")
+            raise NotServed(f"{self._path(module, name)} must be a plain tensor")
         if tensor.device.type != "cpu":
             raise NotServed(f"the decoder runs on the CPU, and the model is on {tensor.device}")
         self._watch(home, name, tensor)
@@ -240,6 +260,7 @@ class Weights:
     def _read_at(self, tensor: Tensor) -> None:
         self._read.append(tensor)
         self._pointers.append(tensor.data_ptr())
+        self._shapes.append(tensor.size())
         self._strides.append(tensor.stride())
 
     def _watch_module(self, parent: nn.Module, name: str, found: Any) -> None:

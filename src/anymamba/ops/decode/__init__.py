@@ -3,7 +3,7 @@
 `anymamba.models` knows how a model becomes a program; this folder knows the C interface.
 """
 
-from anymamba.ops.decode.call import MOST_ROWS, DecodeCall
+from anymamba.ops.decode.call import DecodeCall
 from anymamba.ops.decode.program import (
     FORMATS,
     GROUP,
@@ -19,7 +19,6 @@ from anymamba.ops.decode.program import (
 __all__ = [
     "FORMATS",
     "GROUP",
-    "MOST_ROWS",
     "DecodeCall",
     "Layer",
     "Matrix",

@@ -11,10 +11,7 @@ from anymamba.errors import BackendError
 from anymamba.ops.decode.program import Program
 from anymamba.ops.native import AXES, DTYPES, KernelCall, kernel_in_force, kernel_threads
 
-__all__ = ["MOST_ROWS", "DecodeCall"]
-
-# Rows that share one reading of the weights.
-MOST_ROWS = 64
+__all__ = ["DecodeCall"]
 
 _STATES = 3  # ids, positions and logits come first
 
@@ -45,12 +42,12 @@ class DecodeCall:
                 _write(self._views[_STATES + 4 * layer + place], tensor)
         self._sizes = (ctypes.c_int64 * 2)(rows, ctypes.addressof(program))
 
-    def run(self, ids_b: Tensor, logits_bw: Tensor) -> None:
+    def run(self, ids_b: Tensor, logits_bw: Tensor | None) -> None:
         """Advance every state by one token and write the logits.
 
         Args:
             ids_b: one id per row; int64, contiguous, inside the vocabulary.
-            logits_bw: float32, rows contiguous.
+            logits_bw: float32, rows contiguous; None leaves the head out.
 
         Raises:
             BackendError: the kernel cannot run; nothing was changed.
@@ -59,7 +56,8 @@ class DecodeCall:
         # A copy of the list of views, so that two threads may run one binding.
         views = type(self._views).from_buffer_copy(self._views)
         _write(views[0], ids_b)
-        _write(views[2], logits_bw)
+        if logits_bw is not None:
+            _write(views[2], logits_bw)
         call = KernelCall(
             ctypes.addressof(views), ctypes.addressof(self._sizes), None, kernel_threads(), variant
         )
