@@ -8,8 +8,9 @@ namespace {
 
 // Tokens whose weights are added in float32 before the sum goes on in double.
 constexpr int64_t kRun = 1024;
-// Tokens among which a border is found after it was found roughly among all.
-constexpr int64_t kSome = 256;
+// The border of top-p is found roughly among all tokens, then among a kPart-th of them, and so on, at
+// last among few.
+constexpr int64_t kPart = 5, kSome = 256;
 
 struct Options {
     bool is_greedy;
@@ -21,19 +22,17 @@ struct Options {
 
 // What choosing from a row of some width writes down.
 struct ChoosingDesk {
-    float *weights;   // exp((logit - best) / temperature), in whole vectors
-    float *logits;    // that top-k has left
-    int32_t *ids;     // their ids
-    float *near;      // weights at the border of top-p, in whole vectors
-    int32_t *places;  // where they were
-    double *sums;     // of the weights of runs
+    float *weights;  // exp((logit - best) / temperature), in whole vectors
+    float *logits;   // that top-k has left
+    int32_t *ids;    // their ids
+    float *near;     // weights at the border of top-p, in whole vectors and one more
+    double *sums;    // of the weights of runs
 
     ChoosingDesk(Carver &carver, int64_t width)
         : weights(carver.floats(width + kWidth)),
           logits(carver.floats(width)),
           ids(carver.take<int32_t>(width)),
-          near(carver.floats(width + kWidth)),
-          places(carver.take<int32_t>(width)),
+          near(carver.floats(width + 2 * kWidth)),
           sums(carver.take<double>(ceil_div(width, kRun))) {}
 };
 
@@ -100,36 +99,36 @@ float keep_top_p(int64_t count, double p, const ChoosingDesk &desk) {
     const auto mean = (float)(all / (double)count);
     const Guesses guesses{kOne - bits_of(0.25f * mean), kOne - bits_of(mean)};
     const auto weight_at = [](uint32_t place) { return float_of(kOne - place); };
-    const auto border_in = [&](const float *weights, int64_t among, double mass, double most) {
-        return find_border(
-            mass, kOne, guesses,
+    const float *weights = desk.weights;
+    int64_t among = count;
+    double above = 0;  // the mass of those that are not among the weights any more
+    Border border{0, kOne, 0};
+    const int64_t stages[] = {count / kPart, count / (kPart * kPart), kSome, 0};
+    for (const int64_t most : stages) {
+        border = find_border(
+            wanted - above, {border.least, border.place, 0}, guesses,
             [&](uint32_t place) { return mass_of(weights, among, weight_at(place)); },
             // At most so many are left, of which none weighs less than one at this place.
             [&](double found, double before, uint32_t place) {
-                return found - before < most * (double)weight_at(place);
+                return found - before < (double)most * (double)weight_at(place);
             });
-    };
-    const Border rough = border_in(desk.weights, count, wanted, (double)kSome);
-    const float least = weight_at(rough.place), most = weight_at(rough.least);
-    int64_t some = 0;
-    for_values(desk.weights, count, least, most, [&](int64_t at) {
-        desk.near[some] = desk.weights[at];
-        desk.places[some++] = (int32_t)at;
-    });
-    for (int64_t at = some; at % kWidth != 0; ++at) desk.near[at] = 0.0f;
-    const Border exact = border_in(desk.near, some, wanted - rough.before, 0);
-    const float border = weight_at(exact.place);
-    // Among few, added in another order, the mass may be a rounding error less than is wanted.
-    if (border < least) return least;
-    double before = rough.before + exact.before;
-    bool is_first = true;  // it crosses p, or reaches it, whatever rounding says
-    for (int64_t at = 0; at < some; ++at) {
-        if (desk.near[at] != border) continue;
-        if (!is_first && before >= wanted) desk.weights[desk.places[at]] = 0.0f;
-        before += (double)border;
-        is_first = false;
+        above += border.before;
+        if (most == 0) break;
+        among = collect(weights, among, weight_at(border.place), weight_at(border.least), desk.near);
+        weights = desk.near;
+        for (int64_t at = among; at % kWidth != 0; ++at) desk.near[at] = 0.0f;
     }
-    return border;
+    const float last = weight_at(border.place);
+    int64_t equal = 0;
+    for (int64_t at = 0; at < among; ++at) equal += weights[at] == last;
+    if (equal <= 1) return last;
+    bool is_first = true;  // it crosses p, or reaches it, whatever rounding says
+    for_values(desk.weights, count, last, last, [&](int64_t at) {
+        if (!is_first && above >= wanted) desk.weights[at] = 0.0f;
+        above += (double)last;
+        is_first = false;
+    });
+    return last;
 }
 
 // The place of the first token with which the mass exceeds the share `number` of all that weigh

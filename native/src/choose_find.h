@@ -3,6 +3,10 @@
 
 #include "rows.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace anymamba::ANYMAMBA_VARIANT {
 
 constexpr float kInfinite = __builtin_inff();
@@ -24,10 +28,16 @@ inline float float_of(uint32_t bits) {
 }
 
 inline bool has_any(IntVec mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
     int64_t parts[sizeof(IntVec) / sizeof(int64_t)], any = 0;
     memcpy(parts, &mask, sizeof(parts));
     for (const int64_t part : parts) any |= part;
     return any != 0;
+#endif
 }
 
 // Calls function(place) for every value from `least` to `most`; function may raise `least`.
@@ -47,6 +57,26 @@ void for_values(const float *values, int64_t count, const float &least, float mo
         for (int64_t at = start; at < stop; ++at)
             if (values[at] >= least && values[at] <= most) function(at);
     }
+}
+
+// Copies the values from `least` to `most` together, in their order; returns how many there are. Whole
+// vectors are written: `to` has room for one more, and may be `values` itself.
+inline int64_t collect(const float *values, int64_t count, float least, float most, float *to) {
+    int64_t kept = 0, at = 0;
+#if defined(__AVX512F__)
+    const Vec low = splat(least), high = splat(most);
+    for (; at + kWidth <= count; at += kWidth) {
+        const __m512 value = load(values + at);
+        const __mmask16 is_meant = _mm512_cmp_ps_mask(value, low, _CMP_GE_OQ) &
+                                   _mm512_cmp_ps_mask(value, high, _CMP_LE_OQ);
+        // In a register first: straight to memory it takes a hundred cycles on a Zen 4.
+        store(to + kept, (Vec)_mm512_maskz_compress_ps(is_meant, value));
+        kept += __builtin_popcount(is_meant);
+    }
+#endif
+    for (; at < count; ++at)
+        if (values[at] >= least && values[at] <= most) to[kept++] = values[at];
+    return kept;
 }
 
 // The largest logit, or NaN if there is one.
@@ -98,9 +128,10 @@ inline float kth_of_few(const float *logits, int64_t width, int64_t k) {
     return heap[0];
 }
 
+// Between which places a border lies: `place` is enough, what is before `least` is not.
 struct Border {
     uint32_t least, place;
-    double before;  // measured below `least`
+    double before;  // measured before `least`
 };
 
 // Where to look first: a place that is probably enough, then one that is probably not. What lies
@@ -109,13 +140,12 @@ struct Guesses {
     uint32_t deep, high;
 };
 
-// The least of the places up to `most` at which `measure`, which grows, is at least what is wanted,
-// or one for which `is_enough(found, before, place)` holds.
+// Closes in on the least place at which `measure`, which grows, is at least what is wanted, until
+// `is_enough(found, before, place)` holds.
 template <class Measure, class IsEnough>
-Border find_border(double wanted, uint32_t most, Guesses guesses, const Measure &measure,
+Border find_border(double wanted, Border within, Guesses guesses, const Measure &measure,
                    const IsEnough &is_enough) {
-    uint32_t least = 0;
-    double before = 0;
+    auto [least, most, before] = within;
     for (int64_t step = 0; least < most; ++step) {
         uint32_t middle = least + (most - least) / 2;
         const uint32_t guess = step == 0 ? guesses.deep : guesses.high;
@@ -147,7 +177,7 @@ inline float kth_of_many(const float *logits, int64_t width, int64_t k) {
     };
     // From infinity down to minus infinity, whose key is 0x007FFFFF.
     const uint32_t most = 0xFF800000u - 0x007FFFFFu;
-    return value_at(find_border((double)k, most, {most, most}, count,
+    return value_at(find_border((double)k, {0, most, 0}, {most, most}, count,
                                 [k](double found, double, uint32_t) { return found == (double)k; })
                         .place);
 }

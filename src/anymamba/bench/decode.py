@@ -28,14 +28,17 @@ __all__ = [
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 OURS, LLAMA = "anymamba", "llama.cpp"
 # The same numbers, another order of sums, half types that one side rounds, and 8-bit activations
-# before int4, which were seen to cost 6e-2 with random weights. Before int8 they have 16 bits,
-# unless the CPU multiplies bytes. llama.cpp is judged by the float32 model, whatever it makes of
-# its weights.
+# before int4, which were seen to cost 6e-2 with random weights. Before int8 they have 16 bits.
+# llama.cpp is judged by the float32 model, whatever it makes of its weights.
 _TOLERANCE = {
     OURS: {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 1e-1},
     LLAMA: {"float32": 1e-3, "bfloat16": 5e-2, "int8": 5e-2, "int4": 5e-1},
 }
-_TOLERANCE_OF_BYTES = 1e-1
+# Where the CPU multiplies bytes, int8 meets 8-bit activations too, and before int4 128 of them share
+# a scale. The largest error of a million logits, random weights of Mamba-3: 6e-2 and 1e-1, of which
+# the median row has 5e-2 and 7e-2 on the whole. The laws hold the kernel to its own rounding;
+# here only a wrong one must not have a speed, and its logits are off by their own size.
+_TOLERANCE_OF_BYTES = {"int8": 1e-1, "int4": 2e-1}
 _MULTIPLY_BYTES = ("avx512_vnni", "avx512_bf16")
 # Tokens of one engine before it is the other's turn, and tokens before the first turn.
 _TURN = 10
@@ -74,8 +77,9 @@ class Decoding(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether the logits are those of the modules, or it honestly did not run."""
-        has_bytes = self.format == "int8" and self.variant in _MULTIPLY_BYTES
-        tolerance = _TOLERANCE_OF_BYTES if has_bytes else _TOLERANCE[self.engine][self.format]
+        tolerance = _TOLERANCE[self.engine][self.format]
+        if self.variant in _MULTIPLY_BYTES:
+            tolerance = _TOLERANCE_OF_BYTES.get(self.format, tolerance)
         return self.error <= tolerance
 
     @property
@@ -130,7 +134,7 @@ def decode_figures(
     formats: Sequence[str] = FORMATS,
     rows: Sequence[int] = (1, 8),
     *,
-    tokens: int = 40,
+    tokens: int = 120,
     configs: dict[str, MambaConfig] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Decoding]]:

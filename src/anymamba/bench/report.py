@@ -174,7 +174,8 @@ def _decoding(report: Report) -> PlainTable:
     note = (
         "p99: the slowest hundredth over the median. reads: weights / rows + twice the state. "
         "memory: the rate of reading it just before and after the tokens, which may double from "
-        "one second to the next on a virtual machine. ideal: the share of it, token by token."
+        "one second to the next on a virtual machine. ideal: the share of it, token by token; over "
+        "100% where a part of weights or states stays in the caches from token to token."
     )
     reasons = dict.fromkeys(
         f"{x.engine}: {x.why_not} ({x.model})." for x in report.decoding if x.why_not

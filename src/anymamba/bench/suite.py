@@ -152,7 +152,8 @@ def _pieces(
         for figure in memory_figures(suite.models, suite.memory_lengths, tell=tell):
             yield piece(memory=[figure])
     if group == "decode" and "step" in suite.modes:
-        tokens = 20 if suite.quick else 60
+        # Enough for a slowest hundredth.
+        tokens = 20 if suite.quick else 120
         for figures in decode_figures(suite.models, tokens=tokens, tell=tell):
             yield piece(decoding=figures)
     if group == "growth":
