@@ -14,7 +14,7 @@ from anymamba.cli import StopText, first_ids, speak
 from anymamba.errors import ConfigError
 from anymamba.generate import stream
 from anymamba.io import ByteTokenizer, load_pretrained, load_state, save_state
-from anymamba.models import MambaConfig, MambaLM
+from anymamba.models import MambaConfig, MambaLM, scheme_of
 
 BYTES = ByteTokenizer()
 
@@ -190,6 +190,29 @@ def test_chat_equals_one_long_text(run, checkpoint):
     assert second["ids"] == list(stream(lm, everything, max_new_tokens=4))
     assert second["position"] == len(everything) + 4
     assert (first["turns"], second["turns"]) == (1, 2)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_quantize_computes_with_integers(run, checkpoint, tmp_path, monkeypatch, command, scheme):
+    """`generate` and `chat` load the model quantised; its states are saved and loaded as ever."""
+    models = []
+
+    def watched(lm, *arguments, **options):
+        models.append(lm)
+        return speak(lm, *arguments, **options)
+
+    monkeypatch.setattr(f"anymamba.cli.{command}.speak", watched)
+    file = tmp_path / "talk.state"
+    lines = f"hello\n/save {file}\n/load {file}\n" if command == "chat" else "hello"
+    options = ["--quantize", scheme, "--max-new-tokens", 4, "--json"]
+    result = run(command, checkpoint, *options, stdin=lines)
+    assert result.code == 0, result.err
+    assert all(document["ok"] for document in result.documents)
+    assert [scheme_of(lm) for lm in models] == [scheme]
+    prompt = "User: hello\nAssistant:" if command == "chat" else "hello"
+    lm = load_pretrained(checkpoint, quantize=scheme)
+    assert result.documents[0]["ids"] == ids_of(lm, prompt, 4)
 
 
 def test_undo_forgets_a_turn(run, checkpoint):

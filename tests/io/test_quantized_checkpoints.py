@@ -1,13 +1,16 @@
 """Quantised checkpoints: the same integers whichever way they come to a file or a model."""
 
 import json
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io import convert_checkpoint, load_pretrained, save_pretrained
 from anymamba.models import MambaConfig, MambaLM, quantize_lm, scheme_of
+from anymamba.nn import QuantizedLinear, quantize
 
 pytest.importorskip("safetensors")
 SCHEMES = pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -49,6 +52,47 @@ def test_all_ways_give_the_same_integers(scheme, tied, tmp_path):
     assert_same_model(want, load_pretrained(saved, quantize=scheme))
     convert_checkpoint(plain, converted, quantize=scheme)
     assert_same_model(want, load_pretrained(converted))
+
+
+@SCHEMES
+def test_conversion_holds_the_integers_of_one_file(scheme, tmp_path, monkeypatch):
+    """A layer is quantised when its file is written and let go with it: shards bound the memory."""
+    limit, made, most, largest = 4000, [], 0, 0
+
+    def watched(weight, scheme):
+        nonlocal most, largest
+        most = max(most, sum(x.nbytes for reference in made if (x := reference()) is not None))
+        tensors = quantize(weight, scheme)
+        made.extend(map(weakref.ref, tensors))
+        largest = max(largest, sum(x.nbytes for x in tensors))
+        return tensors
+
+    monkeypatch.setattr("anymamba.io.quantized.quantize", watched)
+    lm = make(tied=False)
+    save_pretrained(lm, tmp_path / "plain")
+    convert_checkpoint(
+        tmp_path / "plain", tmp_path / "shards", quantize=scheme, max_shard_bytes=limit
+    )
+    # What is larger than a file has one of its own.
+    assert most <= max(limit, largest)
+    assert sum(file.stat().st_size for file in (tmp_path / "shards").iterdir()) > 4 * limit
+    assert_same_model(quantize_lm(lm, scheme), load_pretrained(tmp_path / "shards"))
+
+
+@SCHEMES
+def test_a_weight_that_no_scale_can_hold_leaves_the_old_files(scheme, tmp_path):
+    """What fails in a later file takes back those before it."""
+    lm = make()
+    convert = {"quantize": scheme, "max_shard_bytes": 4000}
+    save_pretrained(lm, tmp_path / "plain")
+    convert_checkpoint(tmp_path / "plain", tmp_path / "new", **convert)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()}
+    with torch.no_grad():
+        lm.backbone.layers[1].mixer.out_proj.weight[0, 0] = torch.nan
+    save_pretrained(lm, tmp_path / "plain")
+    with pytest.raises(ConfigError, match="finite"):
+        convert_checkpoint(tmp_path / "plain", tmp_path / "new", **convert)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()} == before
 
 
 @SCHEMES
@@ -115,3 +159,35 @@ def test_contradictions_are_refused(tmp_path):
     config.write_text(json.dumps(entries | {"d_model": 64}))
     with pytest.raises(CheckpointError, match="wrong shape"):
         load_pretrained(tmp_path / "int8")
+
+
+def test_models_quantised_in_parts_are_refused(tmp_path):
+    """They count as quantised; the message names a layer, what it is, and what to do."""
+    lm = quantize_lm(make(tied=False), "int8")
+    head = nn.Linear(32, 50, bias=False)
+    lm.lm_head = head
+    assert scheme_of(lm) == "int8"
+    with pytest.raises(CheckpointError, match=r"lm_head is a Linear\. Quantise that layer too"):
+        save_pretrained(lm, tmp_path / "parts")
+    with pytest.raises(ConfigError, match="int8 already"):
+        quantize_lm(lm, "int8")
+    lm.lm_head = QuantizedLinear.of(head, "int4")
+    lm.backbone.layers[0].mixer.in_proj = head
+    where = r"layers\.0\.mixer\.in_proj is a Linear \(and 1 more\)"
+    with pytest.raises(CheckpointError, match=where):
+        save_pretrained(lm, tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
+
+
+def test_a_layer_replaced_by_another_of_its_kind_is_saved(tmp_path):
+    """What the message advises works; where head and embedding are tied, they must stay equal."""
+    head = nn.Linear(32, 50, bias=False)
+    for tied in (False, True):
+        lm = quantize_lm(make(tied), "int8")
+        lm.lm_head = QuantizedLinear.of(head, "int8")
+        if tied:
+            with pytest.raises(CheckpointError, match="tie_embeddings=False"):
+                save_pretrained(lm, tmp_path / "tied")
+        else:
+            save_pretrained(lm, tmp_path / "untied")
+            assert_same_model(lm, load_pretrained(tmp_path / "untied"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
-from anymamba.cli.options import ModelOptions, SamplingOptions
+from anymamba.cli.options import SamplingOptions, SpeakerOptions
 from anymamba.cli.speech import first_ids, speak
 from anymamba.cli.terminal import Terminal
 from anymamba.errors import AnyMambaError, CacheError, ConfigError
@@ -79,11 +79,8 @@ class Talk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(SamplingOptions, ModelOptions):
+class Chat(SamplingOptions, SpeakerOptions):
     """Talk with a model; it keeps the state between turns. Type /help for the commands."""
-
-    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
-    """A tokenizer.json, a name on the hub, or bytes."""
 
     system: Annotated[str, arg(metavar="TEXT")] = ""
     """Text before the first turn."""
@@ -99,8 +96,7 @@ class Chat(SamplingOptions, ModelOptions):
 
     def run(self, terminal: Terminal) -> int:
         """Read lines until the end of input or /quit."""
-        lm = self.load()
-        tokenizer = self.load_tokenizer(self.tokenizer, lm)
+        lm, tokenizer = self.load_speaker()
         talk = Talk()
         terminal.out.print("Type a line, /help for the commands, /quit to end.", style="dim")
         while (line := _read(terminal, talk)) is not None:
@@ -204,7 +200,7 @@ def _load(lm: Any, file: str) -> "ModelCache":
     from anymamba.io import load_state
     from anymamba.nn import ModelCache
 
-    state = load_state(file, device=lm.backbone.embedding.weight.device)
+    state = load_state(file, device=next(lm.parameters()).device)
     if not isinstance(state, ModelCache):
         raise CacheError(
             f"/load: {file!r} must hold the state of a model; got {type(state).__name__}."

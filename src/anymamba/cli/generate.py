@@ -3,11 +3,11 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
-from anymamba.cli.options import ModelOptions, SamplingOptions
+from anymamba.cli.options import SamplingOptions, SpeakerOptions
 from anymamba.cli.speech import first_ids, speak
 from anymamba.cli.terminal import Terminal, human_bytes
 
@@ -18,20 +18,14 @@ LONG_PROMPT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions, ModelOptions):
+class Generate(SamplingOptions, SpeakerOptions):
     """Continue a text; it streams to stdout, the speed goes to stderr."""
 
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """The text to continue; read from stdin if left out."""
 
-    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
-    """A tokenizer.json, a name on the hub, or bytes."""
-
     stop: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")] = ()
     """End before this text; may be given several times."""
-
-    quantize: Annotated[Literal["int8", "int4"] | None, arg(metavar="NAME")] = None
-    """Compute with int8 or int4 weights."""
 
     echo: bool = False
     """Write the prompt first."""
@@ -41,8 +35,7 @@ class Generate(SamplingOptions, ModelOptions):
         from anymamba.bench import token_limit
 
         prompt = sys.stdin.read() if self.prompt is None else self.prompt
-        lm = self.load(quantize=self.quantize)
-        tokenizer = self.load_tokenizer(self.tokenizer, lm)
+        lm, tokenizer = self.load_speaker()
         # Before it is written: a text that is not UTF-8 could be neither.
         ids = first_ids(tokenizer, prompt)
         if self.echo:

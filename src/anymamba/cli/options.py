@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from anymamba.io import Tokenizer
     from anymamba.models import MambaLM
 
-__all__ = ["DType", "ModelOptions", "SamplingOptions"]
+__all__ = ["DType", "ModelOptions", "SamplingOptions", "SpeakerOptions"]
 
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 # What the published models were trained with; their own repositories hold no tokenizer.
@@ -76,6 +76,22 @@ class ModelOptions:
             f"{self.model}: the model must come with a tokenizer.json; there is none beside it. "
             f"Pass --tokenizer with a file, a name on the hub, or 'bytes'.{hint}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeakerOptions(ModelOptions):
+    """Which language model writes, with which weights and tokenizer."""
+
+    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
+    """A tokenizer.json, a name on the hub, or bytes."""
+
+    quantize: Annotated[Literal["int8", "int4"] | None, arg(metavar="NAME")] = None
+    """Compute with int8 or int4 weights."""
+
+    def load_speaker(self) -> "tuple[MambaLM, Tokenizer]":
+        """Load the model and its tokenizer."""
+        lm = self.load(quantize=self.quantize)
+        return lm, self.load_tokenizer(self.tokenizer, lm)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,10 @@ from anymamba.io.quantized import (
     fill_quantized,
     quantized_outline,
     stored_scheme,
+    whole_scheme,
 )
 from anymamba.io.tensor_file import DTYPES, INTEGERS
-from anymamba.io.weights_file import check_format, read_weights, write_weights
+from anymamba.io.weights_file import ValuesOf, check_format, read_weights, write_weights
 from anymamba.models import MambaConfig, MambaLM, scheme_of
 from anymamba.nn import check_scheme
 
@@ -126,8 +127,8 @@ def save_pretrained(
         max_shard_bytes: cut safetensors into files of at most this size.
 
     Raises:
-        CheckpointError: the model has no values, foreign parameters or no place in that layout, or
-            the system refuses.
+        CheckpointError: the model has no values, foreign parameters or no place in that layout, is
+            quantised in parts, or the system refuses.
         ConfigError: options that contradict each other.
     """
     where = "save_pretrained"
@@ -136,11 +137,11 @@ def save_pretrained(
     tensors = {name: value.detach() for name, value in model.state_dict().items()}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(f"{where}: the model must have values; it lives on the meta device.")
-    scheme = scheme_of(model)
+    scheme = whole_scheme(where, model)
     outline = skeleton(where, folder, model.config, len(tensors), dtype)
     expected = expected_tensors(quantized_outline(where, outline, scheme, None), scheme)
     if scheme is not None and model.config.tie_embeddings:
-        tensors = {name: x for name, x in tensors.items() if not name.startswith("lm_head.")}
+        del tensors["lm_head.values"], tensors["lm_head.scales"]
     check_match(where, folder, model.config, expected, tensors)
     write_checkpoint(
         where,
@@ -190,6 +191,7 @@ def write_checkpoint(
     max_shard_bytes: int | None,
     tokens: dict[str, Any] | None = None,
     scheme: str | None = None,
+    values_of: ValuesOf | None = None,
 ) -> None:
     """Write tensors with official names as a checkpoint of `layout`.
 
@@ -204,6 +206,7 @@ def write_checkpoint(
         max_shard_bytes: of one safetensors file.
         tokens: special token ids for a transformers config.
         scheme: how the tensors are quantised; None if they are not.
+        values_of: as for `write_weights`.
     """
     check_layout(where, layout)
     check_format(where, format, max_shard_bytes)
@@ -247,6 +250,7 @@ def write_checkpoint(
         format=format,
         max_shard_bytes=max_shard_bytes,
         notes=notes,
+        values_of=values_of,
     )
     write_config(where, directory, config, layout, tokens or {})
 

@@ -14,7 +14,7 @@ from anymamba.io.match import check_match, skeleton
 from anymamba.io.quantized import (
     expected_tensors,
     quantized_outline,
-    quantized_tensors,
+    quantizing,
     stored_scheme,
 )
 from anymamba.nn import check_scheme
@@ -40,8 +40,9 @@ def convert_checkpoint(
 ) -> None:
     """Rewrite a checkpoint in another layout, format or dtype; tokenizer files come along.
 
-    Tensors go from the mapped source to the target one by one, so a large model needs little
-    memory (format "bin" with a `dtype` holds one copy). Without a `dtype` every bit is kept.
+    Tensors go from the mapped source to the target file by file. What keeps its dtype takes no
+    memory; what is cast or quantised is held until its file is written, so `max_shard_bytes` bounds
+    it (format "bin" holds one copy of all). Without `dtype` and `quantize` every bit is kept.
 
     Args:
         source: a folder, or a name on the hub.
@@ -90,8 +91,8 @@ def convert_checkpoint(
     model = skeleton(where, start, config, len(stored), dtype)
     model = quantized_outline(where, model, scheme, quantize)
     check_match(where, start, config, expected_tensors(model, scheme), stored)
-    if scheme is None and quantize is not None:
-        stored, scheme = quantized_tensors(stored, model), quantize
+    is_new = scheme is None and quantize is not None
+    scheme = scheme or quantize
     expected = expected_tensors(model, scheme)
     entries = read_json(where, start / "config.json")
     write_checkpoint(
@@ -99,13 +100,14 @@ def convert_checkpoint(
         goal,
         config,
         # The order of the model, so that shards hold whole layers.
-        {name: stored[name] for name in expected if name in stored},
+        {name: stored.get(name, outline) for name, outline in expected.items()},
         None if dtype is None else {name: value.dtype for name, value in expected.items()},
         layout=layout,
         format=format,
         max_shard_bytes=max_shard_bytes,
         tokens={name: entries[name] for name in _TOKENS if name in entries},
         scheme=scheme,
+        values_of=quantizing(stored, model) if is_new else None,
     )
     for name in TEXT_FILES:
         if (start / name).is_file():

@@ -3,7 +3,7 @@
 import json
 import os
 import secrets
-import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from anymamba.errors import CheckpointError, ConfigError
 
-__all__ = ["read_json", "read_text", "replacing", "utf8", "write_json"]
+__all__ = ["read_json", "read_text", "replacing", "replacing_path", "utf8", "write_json"]
 
 
 def utf8(where: str, text: str) -> bytes:
@@ -69,16 +69,37 @@ def replacing(where: str, file: Path) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: the system refuses.
     """
+    with replacing_path(where, file) as temporary, open(temporary, "wb") as stream:
+        yield stream
+
+
+@contextmanager
+def replacing_path(where: str, file: Path) -> Iterator[Path]:
+    """Yield the path of an empty file that becomes `file` when the block ends without an error.
+
+    For libraries that write to a path; like `replacing` otherwise. They may put a file of their own
+    there: its permissions become those of the old file, or of a new one. A crash may leave hidden
+    files of theirs, too.
+
+    Args:
+        where: the function that asks; opens every message.
+        file: where to write; the folder must exist.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
     temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.part"
     handled_outside = sys.exc_info()[1]
     try:
-        with open(temporary, "xb") as stream:
-            if file.exists():
-                shutil.copymode(file, temporary)
-            yield stream
-            stream.flush()
+        with open(temporary, "xb"):
+            mode = stat.S_IMODE((file if file.exists() else temporary).stat().st_mode)
+        # Private from the first byte if the old file is; writable until the last if it is not.
+        temporary.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)
+        yield temporary
+        with open(temporary, "rb+") as stream:
             # Without this a power cut could keep the new name and lose the bytes behind it.
             os.fsync(stream.fileno())
+        temporary.chmod(mode)
         os.replace(temporary, file)
     except CheckpointError:
         raise

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import CheckpointError, ConfigError
-from anymamba.io.match import HEAD, own_copy
-from anymamba.io.weights_file import WEIGHT_FILES, shards_of
-from anymamba.models import MambaLM, outline_quantized, quantized_modules
+from anymamba.io.match import own_copy
+from anymamba.io.weights_file import WEIGHT_FILES, ValuesOf, shards_of
+from anymamba.models import (
+    MambaLM,
+    outline_quantized,
+    quantized_modules,
+    scheme_of,
+    unlike_layers,
+)
 from anymamba.nn import SCHEMES, quantize
 
 __all__ = [
@@ -24,13 +30,15 @@ __all__ = [
     "expected_tensors",
     "fill_quantized",
     "quantized_outline",
-    "quantized_tensors",
+    "quantizing",
     "stored_scheme",
+    "whole_scheme",
 ]
 
 SCHEME_KEY = "anymamba_quantize"
 # In which order the integers lie; another text with every change of it.
 LAYOUT_KEY, LAYOUT = "anymamba_layout", "panels of 16 rows, 4 columns"
+_PARTS = ("values", "scales")
 
 
 def stored_scheme(where: str, directory: Path) -> str | None:
@@ -94,6 +102,34 @@ def quantized_outline(
     return model if scheme is None else outline_quantized(model, scheme)
 
 
+def whole_scheme(where: str, model: MambaLM) -> str | None:
+    """Return the scheme of a model that can be stored, or None if it is in floating point.
+
+    Raises:
+        CheckpointError: some layers are quantised and others not, or otherwise; or a tied head is
+            not the embedding.
+    """
+    scheme = scheme_of(model)
+    if scheme is None:
+        return None
+    if unlike := unlike_layers(model, scheme):
+        (name, kind), count = next(iter(unlike.items())), len(unlike)
+        others = "" if count == 1 else f" (and {count - 1} more)"
+        raise CheckpointError(
+            f"{where}: a quantised model must be what quantize_lm makes, here of {scheme}; {name} "
+            f"is a {kind}{others}. Quantise that layer too, with anymamba.nn.QuantizedLinear.of, "
+            "or save the model before it is quantised."
+        )
+    if model.config.tie_embeddings:
+        table, head = model.backbone.embedding, model.lm_head
+        if not all(torch.equal(getattr(table, x), getattr(head, x)) for x in _PARTS):
+            raise CheckpointError(
+                f"{where}: lm_head must equal backbone.embedding, because the config ties them; "
+                "their integers differ. Use a config with tie_embeddings=False."
+            )
+    return scheme
+
+
 def expected_tensors(model: MambaLM, stored: str | None) -> dict[str, Tensor]:
     """Return what must be in a file of `stored` scheme, by name, for a model of any scheme."""
     state = dict(model.state_dict())
@@ -121,16 +157,28 @@ def fill_quantized(model: MambaLM, stored: Mapping[str, Tensor], device: torch.d
     model.tie_weights()
 
 
-def quantized_tensors(stored: Mapping[str, Tensor], model: MambaLM) -> dict[str, Tensor]:
-    """Return floating-point tensors with those of the model's quantised layers quantised."""
-    schemes = {f"{name}.weight": module.scheme for name, module in quantized_modules(model)}
-    out: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        if name == HEAD and model.config.tie_embeddings:
-            continue
-        if name not in schemes:
-            out[name] = tensor
-            continue
-        layer = name.removesuffix(".weight")
-        out[f"{layer}.values"], out[f"{layer}.scales"] = quantize(tensor, schemes[name])
-    return out
+def quantizing(stored: Mapping[str, Tensor], model: MambaLM) -> ValuesOf:
+    """Return what quantises the layers of one file, when that file is written.
+
+    Args:
+        stored: the floating-point tensors of the whole model, by name.
+        model: its outline, quantised.
+
+    Returns:
+        A function that takes the tensors of a file, by name, and returns them with values for
+        integers and scales, which have none before. Those of one layer may lie in two files: it is
+        then quantised twice.
+    """
+    schemes = {name: module.scheme for name, module in quantized_modules(model)}
+
+    def values_of(outlines: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = dict(outlines)
+        for name in outlines:
+            if out[name].is_meta:
+                layer = name.rpartition(".")[0]
+                made = quantize(stored[f"{layer}.weight"], schemes[layer])
+                both = zip((f"{layer}.values", f"{layer}.scales"), made, strict=True)
+                out.update((part, tensor) for part, tensor in both if part in outlines)
+        return out
+
+    return values_of

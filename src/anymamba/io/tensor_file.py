@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from anymamba.errors import CheckpointError
-from anymamba.io.disk import replacing
+from anymamba.io.disk import replacing_path
 
 __all__ = ["DTYPES", "INTEGERS", "bytes_of", "read_safetensors", "write_safetensors"]
 
 # What weights and states may be stored as; states also count tokens, in int64.
-_PIECE = 1 << 20
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What the values of quantised weights are stored as.
 INTEGERS = (torch.int8, torch.uint8)
@@ -37,6 +36,9 @@ def write_safetensors(
 ) -> None:
     """Write tensors and text entries; a crash leaves an older file as it was.
 
+    The library writes tensors from where they lie (before its version 0.8, from a copy of them
+    all): memory is needed for those that another dtype, device or layout makes copies of.
+
     Args:
         where: the function that asks; opens every message.
         file: where to write; the folder must exist.
@@ -49,7 +51,8 @@ def write_safetensors(
     """
     try:
         importlib.import_module("numpy")  # the library's writer needs it, and imports it late
-        from safetensors.torch import save
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
     except ImportError as error:
         raise CheckpointError(
             f"{where}: the packages safetensors and numpy must be installed; {error}. "
@@ -68,10 +71,12 @@ def write_safetensors(
         is_alone = value.untyped_storage().nbytes() == value.nbytes
         shared = any(value.data_ptr() == other.data_ptr() for other in values.values())
         values[name] = value if is_alone and not shared else value.clone()
-    content = memoryview(save(values, metadata=dict(metadata)))
-    with replacing(where, file) as stream:
-        for start in range(0, len(content), _PIECE):
-            stream.write(content[start : start + _PIECE])
+    with replacing_path(where, file) as temporary:
+        try:
+            save_file(values, os.path.abspath(temporary), metadata=dict(metadata))
+        except SafetensorError as error:
+            # A full disk has this name there.
+            raise OSError(str(error)) from error
 
 
 def read_safetensors(where: str, file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

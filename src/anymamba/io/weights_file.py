@@ -14,7 +14,7 @@ looked at.
 import os
 import secrets
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,8 +25,18 @@ from anymamba.errors import CheckpointError, ConfigError
 from anymamba.io.disk import read_json, replacing, write_json
 from anymamba.io.tensor_file import DTYPES, INTEGERS, write_safetensors
 
-__all__ = ["FORMATS", "WEIGHT_FILES", "check_format", "read_weights", "shards_of", "write_weights"]
+__all__ = [
+    "FORMATS",
+    "WEIGHT_FILES",
+    "ValuesOf",
+    "check_format",
+    "read_weights",
+    "shards_of",
+    "write_weights",
+]
 
+# Gives the tensors of one file, by name, their values.
+ValuesOf = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 FORMATS = ("safetensors", "bin")
 # What other readers expect to be told.
 _METADATA = {"format": "pt"}
@@ -98,6 +108,7 @@ def write_weights(
     format: str = "safetensors",
     max_shard_bytes: int | None = None,
     notes: Mapping[str, str] | None = None,
+    values_of: ValuesOf | None = None,
 ) -> None:
     """Write tensors so that a reader sees either the old weights or the new ones.
 
@@ -113,6 +124,8 @@ def write_weights(
         max_shard_bytes: cut safetensors into files of at most this size; a larger tensor gets a
             file of its own.
         notes: further text entries for the header of safetensors.
+        values_of: asked for the values of one safetensors file when it is written; for tensors
+            that are shapes and dtypes until then.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -128,7 +141,7 @@ def write_weights(
         new = {file.name}
     else:
         groups = _split(tensors, dtypes, max_shard_bytes)
-        new = _write_groups(where, directory, groups, dtypes, header)
+        new = _write_groups(where, directory, groups, dtypes, header, values_of or dict)
     for name in old:
         if name not in new:
             _remove(where, directory / name)
@@ -140,10 +153,11 @@ def _write_groups(
     groups: list[dict[str, Tensor]],
     dtypes: Mapping[str, torch.dtype],
     header: Mapping[str, str],
+    values_of: ValuesOf,
 ) -> set[str]:
     if len(groups) == 1:
         file = directory / _SINGLE["safetensors"]
-        write_safetensors(where, file, groups[0], header, dtypes)
+        write_safetensors(where, file, values_of(groups[0]), header, dtypes)
         return {_SINGLE["safetensors"]}
     count = len(groups)
     names = [f"model-{place:05}-of-{count:05}.safetensors" for place in range(1, count + 1)]
@@ -154,7 +168,7 @@ def _write_groups(
     written: list[Path] = []
     try:
         for name, group in zip(names, groups, strict=True):
-            write_safetensors(where, directory / name, group, header, dtypes)
+            write_safetensors(where, directory / name, values_of(group), header, dtypes)
             written.append(directory / name)
         listed = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         total = sum(_bytes(x, dtypes[key]) for group in groups for key, x in group.items())

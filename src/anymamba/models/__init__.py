@@ -17,6 +17,7 @@ from anymamba.models.quantize import (
     quantize_lm,
     quantized_modules,
     scheme_of,
+    unlike_layers,
 )
 from anymamba.models.recompute import recompute_layers
 from anymamba.models.stored import STORED_MODELS, StoredModel, use_model_files
@@ -53,6 +54,7 @@ __all__ = [
     "quantized_modules",
     "recompute_layers",
     "scheme_of",
+    "unlike_layers",
     "use_checkpoints",
     "use_model_files",
     "verify",

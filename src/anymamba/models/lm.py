@@ -371,11 +371,31 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> "MambaLM":
-        """Load a checkpoint from a directory or the hub; see `anymamba.io`."""
+        """Load a checkpoint from a directory or the hub.
+
+        Args:
+            name: a folder, or a name on the hub.
+            **options: those of `anymamba.io.load_pretrained`: `device`, `dtype`, `quantize` ("int8"
+                or "int4"), `a_activation` (of Mamba-3), `revision`, `cache_dir`, `local_files_only`.
+
+        Raises:
+            CheckpointError: no such checkpoint, or a damaged one.
+            ConfigError: options that contradict the checkpoint.
+        """
         return checkpoints_for("from_pretrained").load(name, **options)
 
     def save_pretrained(self, directory: Any, **options: Any) -> None:
-        """Write config and weights to a directory; see `anymamba.io`."""
+        """Write config and weights to a directory.
+
+        Args:
+            directory: made if it is not there.
+            **options: those of `anymamba.io.save_pretrained`: `layout`, `format`, `dtype`,
+                `max_shard_bytes`.
+
+        Raises:
+            CheckpointError: the model has no place in that layout, or the system refuses.
+            ConfigError: options that contradict each other.
+        """
         checkpoints_for("save_pretrained").save(self, directory, **options)
 
     def extra_repr(self) -> str:

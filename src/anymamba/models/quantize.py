@@ -9,7 +9,13 @@ from anymamba.errors import ConfigError
 from anymamba.models.lm import MambaLM
 from anymamba.nn import QuantizedEmbedding, QuantizedLinear, is_plain
 
-__all__ = ["outline_quantized", "quantize_lm", "quantized_modules", "scheme_of"]
+__all__ = [
+    "outline_quantized",
+    "quantize_lm",
+    "quantized_modules",
+    "scheme_of",
+    "unlike_layers",
+]
 
 # What stays floating point: norms, biases, convolutions, A, D, and the step size with its small
 # projection, which reaches every decay.
@@ -17,8 +23,41 @@ _PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2")
 
 
 def scheme_of(lm: MambaLM) -> str | None:
-    """Return the scheme of a quantised model, or None."""
-    return getattr(lm.lm_head, "scheme", None)
+    """Return the scheme of a model's quantised layers, of the first if they differ, or None.
+
+    Layers may have been replaced since the model was quantised; see `unlike_layers`.
+    """
+    return next((module.scheme for _, module in quantized_modules(lm)), None)
+
+
+def unlike_layers(lm: MambaLM, scheme: str) -> dict[str, str]:
+    """Return the layers that are not what `quantize_lm` makes of them.
+
+    Args:
+        lm: a model, quantised as a whole or in parts.
+        scheme: "int8" or "int4".
+
+    Returns:
+        What stands there, by dotted name.
+
+    Example:
+        >>> from anymamba.models import MambaConfig
+        >>> lm = quantize_lm(MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=16)), "int8")
+        >>> lm.lm_head = nn.Linear(32, 16)
+        >>> unlike_layers(lm, "int8")
+        {'lm_head': 'Linear'}
+    """
+    usual: set[Any] = {parent._modules[name] for parent, name in _places(lm)}
+    quantized = {module for _, module in quantized_modules(lm)}
+    alike = {module for module in quantized if module in usual and module.scheme == scheme}
+    unlike = (usual | quantized) - alike
+    return {name: _kind(module) for name, module in lm.named_modules() if module in unlike}
+
+
+def _kind(module: nn.Module) -> str:
+    kind = type(module).__name__
+    is_quantized = isinstance(module, QuantizedLinear | QuantizedEmbedding)
+    return f"{kind} of {module.scheme}" if is_quantized else kind
 
 
 def quantize_lm(lm: MambaLM, scheme: str) -> MambaLM:

@@ -51,6 +51,7 @@ def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
     Each scale is the one, out of a few, with the least squared error in its block. A column block
     of int4 has 16 bytes: low nibbles are columns 0 to 15, high ones 16 to 31, each a signed number.
+    Large matrices are quantised some rows at a time, which needs little memory beside the result.
 
     Args:
         weight: (rows, columns); finite.
@@ -73,12 +74,34 @@ def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     check_scheme(where, scheme)
     if weight.dim() != 2:
         raise ShapeError(f"{where}: a matrix must have two axes; got {tuple(weight.shape)}.")
+    rows, columns = weight.shape
+    panels = max(_WEIGHTS_AT_ONCE // max(columns, 1) // PANEL, 1)
+    values, scales = _room(rows, columns, scheme, weight.device)
+    for place, piece in enumerate(weight.detach().split(panels * PANEL)):
+        some = slice(place * panels, (place + 1) * panels)
+        values[some], scales[some] = _quantized_rows(where, piece, scheme)
+    return values, scales
+
+
+def _room(
+    rows: int, columns: int, scheme: str, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
+    """Return the integers and the scales of zeros."""
+    blocks = (-(-rows // PANEL), -(-columns // BLOCK))
+    kind = torch.int8 if scheme == "int8" else torch.uint8
+    shape = (*blocks, BLOCK // (4 if scheme == "int8" else 8), PANEL, 4)
+    values = torch.zeros(shape, dtype=kind, device=device)
+    return values, torch.ones(*blocks, PANEL, dtype=torch.bfloat16, device=device)
+
+
+def _quantized_rows(where: str, weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """Return the integers and the scales of some rows, in panels."""
     if not bool(weight.isfinite().all()):
         raise ConfigError(
             f"{where}: weights must be finite; got NaN or infinity, which no scale can hold. "
             "Load another checkpoint, or keep this layer in floating point."
         )
-    blocks = F.pad(weight.detach().float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     best_scale = best_error = None
     for shrink in _SHRINKS[scheme]:
         scale = _scale(blocks, scheme, shrink)
@@ -176,12 +199,9 @@ class _Quantized(nn.Module):
         check_scheme(type(self).__name__, scheme)
         self.scheme, self.rows, self.columns = scheme, rows, columns
         self.dtype = dtype or torch.get_default_dtype()
-        blocks = (-(-rows // PANEL), -(-columns // BLOCK))
-        kind = torch.int8 if scheme == "int8" else torch.uint8
-        shape = (*blocks, BLOCK // (4 if scheme == "int8" else 8), PANEL, 4)
-        self.register_buffer("values", torch.zeros(shape, dtype=kind, device=device))
-        ones = torch.ones(*blocks, PANEL, dtype=torch.bfloat16, device=device)
-        self.register_buffer("scales", ones)
+        values, scales = _room(rows, columns, scheme, device)
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
 
     def _apply(self, fn, recurse=True):  # pyright: ignore
         # Scales keep their dtype: a cast of the module casts what it computes with.
