@@ -34,10 +34,10 @@ _TOLERANCE = {
     OURS: {"float32": 1e-4, "bfloat16": 5e-2, "int8": 1e-3, "int4": 1e-1},
     LLAMA: {"float32": 1e-3, "bfloat16": 5e-2, "int8": 5e-2, "int4": 5e-1},
 }
-# Where the CPU multiplies bytes, int8 meets 8-bit activations too, and before int4 128 of them share
-# a scale. The largest error of a million logits, random weights of Mamba-3: 6e-2 and 1e-1, of which
-# the median row has 5e-2 and 7e-2 on the whole. The laws hold the kernel to its own rounding;
-# here only a wrong one must not have a speed, and its logits are off by their own size.
+# Where the CPU multiplies bytes, int8 meets 8-bit activations too, and before int4 128 of them have
+# one scale. With random weights of Mamba-3 the worst of a million logits was off by 6e-2 and 1e-1.
+# The laws hold the kernel to its own rounding; here a wrong one must have no speed, and its logits
+# are off by their own size.
 _TOLERANCE_OF_BYTES = {"int8": 1e-1, "int4": 2e-1}
 _MULTIPLY_BYTES = ("avx512_vnni", "avx512_bf16")
 # Tokens of one engine before it is the other's turn, and tokens before the first turn.

@@ -376,7 +376,8 @@ class MambaLM(nn.Module):
         Args:
             name: a folder, or a name on the hub.
             **options: those of `anymamba.io.load_pretrained`: `device`, `dtype`, `quantize` ("int8"
-                or "int4"), `a_activation` (of Mamba-3), `revision`, `cache_dir`, `local_files_only`.
+                or "int4"), `a_activation` (of Mamba-3), `revision`, `cache_dir`,
+                `local_files_only`.
 
         Raises:
             CheckpointError: no such checkpoint, or a damaged one.
