@@ -6,35 +6,24 @@ import torch
 from anymamba.generate import generate
 from anymamba.models import quantize_lm
 from anymamba.nn import ModelCache
-from decoder_cases import BYTES, MODELS, model, round_activations, tokens, used_cache
+from decoder_cases import (
+    BYTES,
+    MODELS,
+    PAIRS,
+    assert_near_states,
+    clearest,
+    model,
+    round_activations,
+    round_inputs,
+    tokens,
+    used_cache,
+)
 from kernels import DECODERS, running
-from laws import assert_same, error_of
+from laws import TOLERANCE, assert_same, error_of
 
 pytestmark = pytest.mark.skipif(not DECODERS, reason="no compiled kernels")
 KINDS = pytest.mark.parametrize("kind", DECODERS)
 HALVES = (torch.bfloat16, torch.float16)
-# Sets that multiply bfloat16: activations are rounded to it.
-PAIRS = ("native-avx512_bf16",)
-
-
-def states(cache: ModelCache) -> dict[str, torch.Tensor]:
-    """Return the tensors of a cache; angles as what they mean, which has no seam at a half turn."""
-    found = {}
-    for name, tensor in cache.to_tensors().items():
-        if "angle" in name:
-            found[f"{name} cos"], found[f"{name} sin"] = tensor.cos(), tensor.sin()
-        else:
-            found[name] = tensor
-    return found
-
-
-def assert_same_states(want: ModelCache, got: ModelCache) -> None:
-    for (name, expected), actual in zip(states(want).items(), states(got).values(), strict=True):
-        assert expected.dtype == actual.dtype
-        if expected.is_floating_point():
-            assert_same(expected, actual, name=name)
-        else:
-            assert torch.equal(expected, actual), name
 
 
 @KINDS
@@ -48,14 +37,7 @@ def test_decoder_equals_modules(name, rows, kind):
         for ids_b in tokens(4, rows):
             expected, want = lm.step(ids_b, want, impl="portable")
             assert_same(expected, lm.step_(ids_b, got, impl="native"))
-    assert_same_states(want, got)
-
-
-def round_inputs(lm, dtype):
-    """Round what meets a matrix; the decoder has the step size's small projection in float32."""
-    for name, module in lm.named_modules():
-        if isinstance(module, torch.nn.Linear) and not name.endswith("dt_proj"):
-            module.register_forward_pre_hook(lambda _, args: (args[0].to(dtype).to(args[0]),))
+    assert_near_states(want, got, TOLERANCE[torch.float32, "value"])
 
 
 @KINDS
@@ -106,16 +88,22 @@ def test_integers_equal_their_dequantised_weights(name, scheme, rows, kind, monk
 
     The modules are given activations that are rounded in the same blocks.
     """
-    left = round_activations(monkeypatch, scheme, kind)
     # A head of 49 rows leaves one behind groups of 8 and 16.
     sizes = {"d_model": 48, "vocab_size": 49, "pad_vocab_size_multiple": 1}
     lm = quantize_lm(model(name, **sizes), scheme)
-    want, got = used_cache(lm, rows), used_cache(lm, rows)
+    want, ids_nb, logits_nbw, margins = used_cache(lm, 64), tokens(4, 64), [], []
+    start = want.clone()
+    left = round_activations(monkeypatch, scheme, kind, margins)
     with running(kind), torch.no_grad():
-        for ids_b in tokens(4, rows):
-            expected, want = lm.step(ids_b, want, impl="portable")
-            logits_bw = lm.step_(ids_b, got, impl="native")
-            assert error_of(expected, logits_bw) <= left
+        for ids_b in ids_nb:
+            logits_bw, want = lm.step(ids_b, want, impl="portable")
+            logits_nbw.append(logits_bw)
+        chosen = clearest(margins, rows)
+        got = start.rows(chosen).clone()
+        for ids_b, logits_bw in zip(ids_nb, logits_nbw, strict=True):
+            actual = lm.step_(ids_b[chosen], got, impl="native")
+            assert error_of(logits_bw[chosen], actual) <= left
+    assert_near_states(want.rows(chosen), got, left)
 
 
 @KINDS
@@ -124,16 +112,22 @@ def test_integers_equal_their_dequantised_weights(name, scheme, rows, kind, monk
 def test_what_rounded_activations_cost_beside_rounded_weights(name, scheme, kind):
     """Integers for activations lose little beside what integers for weights lost.
 
-    Bytes for activations lose what bytes for weights do.
+    7 bits beside weights of 4 lose a sixteenth; with a scale for 128 of them half as much again,
+    because the largest of 128 is larger than that of 32. Bytes beside bytes lose what those do, and
+    a little more: activations have longer tails. 384 and 768 columns are several of either. In six
+    seeds the shares were up to 0.08, 0.122, 1.29 and 0.0052.
     """
-    share = 0.1 if scheme == "int4" else 1.2 if kind in BYTES else 0.01
-    plain, lm = model(name), quantize_lm(model(name), scheme)
-    ids_b = tokens(8)
-    caches = [used_cache(lm, 8) for _ in range(3)]
+    if scheme == "int4":
+        share = 0.15 if kind in BYTES else 0.1
+    else:
+        share = 1.5 if kind in BYTES else 0.01
+    sizes = {"d_model": 384, "noise": 0.02}
+    plain, lm = model(name, **sizes), quantize_lm(model(name, **sizes), scheme)
+    ids_b, cache = tokens(8), used_cache(lm, 8)
     with running(kind), torch.no_grad():
-        exact = plain.step(ids_b, caches[0], impl="portable").logits
-        quantized = lm.step(ids_b, caches[1], impl="portable").logits
-        decoded = lm.step_(ids_b, caches[2], impl="native")
+        exact = plain.step(ids_b, cache, impl="portable").logits
+        quantized = lm.step(ids_b, cache, impl="portable").logits
+        decoded = lm.step_(ids_b, cache, impl="native")
     assert (decoded - quantized).norm() <= share * (quantized - exact).norm()
 
 

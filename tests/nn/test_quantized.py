@@ -1,6 +1,7 @@
 """Laws of integer weights: how exact they are, and that they behave as layers do."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 from anymamba.errors import ConfigError, ShapeError
 from anymamba.models import MambaConfig, MambaLM, quantize_lm, scheme_of
 from anymamba.nn import QuantizedEmbedding, QuantizedLinear, dequantize, quantize
+from kernels import DECODERS, running
 from laws import randn
-from trained import TEXT, trained
+from trained import TEXT
 
 SCHEMES = pytest.mark.parametrize("scheme", ["int8", "int4"])
 
@@ -42,10 +44,14 @@ def test_the_error_of_normal_weights(scheme, limit):
 
 @SCHEMES
 def test_quantised_twice_is_quantised_once(scheme):
-    """A weight that integers can say is said exactly."""
-    once = restored(randn(5, 64, seed=3, dtype=torch.float32), scheme)
-    gap = (restored(once, scheme) - once).abs().max()
-    assert gap <= 1e-2 * once.abs().max()
+    """A weight that integers can say is said exactly.
+
+    A block's largest entry has the largest integer, for bfloat16 changes a scale by less than it
+    takes to make another of it; so the second time has the scale of the first.
+    """
+    sizes = 10 ** randn(64, 1, seed=4, dtype=torch.float32, scale=3.0)
+    once = restored(sizes * randn(64, 300, seed=3, dtype=torch.float32), scheme)
+    assert torch.equal(restored(once, scheme), once)
 
 
 @SCHEMES
@@ -81,6 +87,20 @@ def test_where_an_integer_lies(scheme, rows, columns):
                 integer = (nibble ^ 8) - 8
             scale = float(scales[row // 16, block, row % 16])
             assert integer * scale == want[row, column], (row, column)
+
+
+@SCHEMES
+@pytest.mark.parametrize(("rows", "columns"), [(100, 70), (96, 32), (50, 2000)])
+def test_pieces_are_the_whole(scheme, rows, columns, monkeypatch):
+    """A large matrix is quantised some panels at a time, to the same bits and checks."""
+    weight = randn(rows, columns, seed=8, dtype=torch.float32)
+    whole = quantize(weight, scheme)
+    monkeypatch.setattr("anymamba.nn.quantized._WEIGHTS_AT_ONCE", 3000)
+    for want, got in zip(whole, quantize(weight, scheme), strict=True):
+        assert torch.equal(want, got)
+    weight[-1, -1] = torch.inf
+    with pytest.raises(ConfigError, match="finite"):
+        quantize(weight, scheme)
 
 
 @SCHEMES
@@ -193,16 +213,54 @@ def test_mistakes_are_refused():
         quantize_lm(lm, "int4")
 
 
+def drawn(rows, length, random):
+    """Return bytes of a language of few words that follow each other as they like."""
+    words = TEXT.split()
+    places = torch.randint(len(words), (rows * length,), generator=random).tolist()
+    text = " ".join(words[place] for place in places).encode()[: rows * length]
+    return torch.tensor(list(text)).view(rows, length)
+
+
+@functools.cache
+def reader():
+    """Return a model of that language, and text that it has not read."""
+    torch.manual_seed(0)
+    options = {"layer": "Mamba3", "d_state": 16, "headdim": 16}
+    # 160 and 320 columns: more than one scale of 128 activations.
+    lm = MambaLM(MambaConfig(d_model=160, n_layer=1, vocab_size=128, ssm_cfg=options))
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        optimizer.zero_grad()
+        lm.loss(drawn(8, 64, random)).backward()
+        optimizer.step()
+    return lm, drawn(16, 128, random)
+
+
+def decoded_loss(lm, ids_bs):
+    """Return the loss of text that the decoder reads token by token."""
+    cache, losses = lm.empty_cache(len(ids_bs)), []
+    for ids_b, targets_b in zip(ids_bs.T[:-1], ids_bs.T[1:], strict=True):
+        logits_bw = lm.step_(ids_b, cache, impl="native")
+        losses.append(nn.functional.cross_entropy(logits_bw, targets_b))
+    return torch.stack(losses).mean()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "limit"), [("int8", 0.005), ("int4", 0.03)])
-def test_a_trained_model_loses_little(scheme, limit):
-    """The perplexity of a trained model grows by at most 0.5% in int8 and 3% in int4."""
-    lm = copy.deepcopy(trained("heavy_tail"))
-    ids_bs = torch.tensor([list(TEXT.encode())[:512]])
-    with torch.no_grad():
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize(("scheme", "limit"), [("int8", 0.002), ("int4", 0.015)])
+def test_a_trained_model_loses_little(scheme, limit, kind):
+    """Decoded, the perplexity of unread text changes by at most 0.2% in int8 and 1.5% in int4.
+
+    Four trainings from other seeds changed by 0.03% and 0.25%; the text has 2032 tokens.
+    """
+    lm, ids_bs = reader()
+    with torch.no_grad(), running(kind):
         plain = lm.loss(ids_bs)
-        change = (quantize_lm(lm, scheme).loss(ids_bs) - plain).exp() - 1
-    assert abs(float(change)) <= limit
+        loss = decoded_loss(quantize_lm(copy.deepcopy(lm), scheme), ids_bs)
+    # It knows the words: unread bytes cost 4.9 nats to one that knows nothing.
+    assert plain < 0.8
+    assert abs(float((loss - plain).exp() - 1)) <= limit
 
 
 @SCHEMES
