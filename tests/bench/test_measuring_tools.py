@@ -1,9 +1,11 @@
-"""The tools that print what narrow weights cost, on models so small that they cost nothing."""
+"""The tools that print what decoding costs, on models so small that they cost nothing."""
 
+import json
 import re
 
 import pytest
 
+import compare_memories
 import measure_latency
 import measure_quantization
 from anymamba.models import quantize_lm, scheme_of
@@ -44,3 +46,45 @@ def test_a_format_is_what_it_says(form):
     found = scheme_of(lm) or str(lm.lm_head.weight.dtype).removeprefix("torch.")
     assert found == form
     assert form == "float32" or measure_quantization.PROMISED[form] > 0
+
+
+def run_of_the_bench(rates: dict[int, float], reached: dict[int, float]) -> dict:
+    """Return the report of a run in which one row and eight met memory at these rates."""
+    measures = {1: "share of the ideal", 8: "speed over one row"}
+    return {
+        "decoding": [
+            {"engine": who, "model": "m", "format": "f", "rows": rows, "bandwidth": rate * factor}
+            for rows, rate in rates.items()
+            for who, factor in (("anymamba", 1e9), ("llama.cpp", 1e12))
+        ],
+        "budget": [
+            {
+                "what": f"m, f, decoding {rows}",
+                "measure": measures[rows],
+                "sign": ">=",
+                "target": {1: 0.9, 8: 4.0}[rows],
+                "reached": value,
+            }
+            for rows, value in reached.items()
+        ],
+    }
+
+
+def test_lines_are_told_apart_by_their_memory(tmp_path, capsys, monkeypatch):
+    """Each line at the memory of its own case; one row beside other memory is no comparison."""
+    runs = [
+        run_of_the_bench({1: 35.0, 8: 36.0}, {1: 0.95, 8: 6.0}),
+        run_of_the_bench({1: 33.0, 8: 66.0}, {1: 0.97, 8: 5.0}),
+        run_of_the_bench({1: 64.0, 8: 65.0}, {1: 0.80, 8: 3.5}),
+    ]
+    files = [tmp_path / f"{place}.json" for place in range(3)]
+    for file, run in zip(files, runs, strict=True):
+        file.write_text(json.dumps(run))
+    monkeypatch.setattr("sys.argv", ["compare_memories.py", *map(str, files)])
+    compare_memories.main()
+    slow, fast, _, one, eight = capsys.readouterr().out.splitlines()
+    assert (slow, fast) == ("slow: 33 to 36 GB/s", "fast: 64 to 66 GB/s")
+    assert "96% (2)" in one
+    assert one.endswith("80% (1) missed")
+    assert "6.00x (1)" in eight
+    assert eight.endswith("3.50x (1) missed")

@@ -289,9 +289,10 @@ def _recompute_functions(operator: Operator) -> tuple[type[torch.autograd.Functi
                 body = Backward.apply if watched else eager_backward
             result = _as_tuple(body(*(grad.contiguous() for grad in grads), *args))
             guard(name, **{f"grad_in_{place}": grad for place, grad in enumerate(result)})
+            # Of one length: the compiler of torch 2.6 refuses to zip others.
+            wanted = ctx.needs_input_grad[: len(result)]
             needed = [
-                grad if wanted else None
-                for grad, wanted in zip(result, ctx.needs_input_grad, strict=False)
+                grad if is_wanted else None for grad, is_wanted in zip(result, wanted, strict=True)
             ]
             return (*needed, *[None] * (len(args) - width))
 

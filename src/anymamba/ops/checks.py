@@ -43,7 +43,9 @@ def check_floats(
     Returns:
         The dtype to compute in.
     """
-    for name, tensor in (activations | (accumulators or {})).items():
+    # Spelled so that the compiler of torch 2.6 can trace it: it knows no union of dictionaries.
+    tensors = {**activations, **(accumulators or {})}
+    for name, tensor in tensors.items():
         _check_tensor(where, name, tensor)
     first_name, first = next((n, t) for n, t in activations.items() if t is not None)
     compute = _compute_dtype(where, first_name, first)
@@ -61,7 +63,7 @@ def check_floats(
                 f"{where}: {name} must be {compute} beside {first_name} of {first.dtype}; "
                 f"got {tensor.dtype}. Cast it with .to({compute})."
             )
-    for name, tensor in (activations | (accumulators or {})).items():
+    for name, tensor in tensors.items():
         if tensor is not None:
             check_device(where, name, tensor, first_name, first)
     return compute
