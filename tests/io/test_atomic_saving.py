@@ -102,6 +102,7 @@ def test_a_folder_may_be_named_from_where_one_stands(
     """The current folder is one: its files have no folder in their names."""
     monkeypatch.chdir(tmp_path)
     save_pretrained(tiny, "")
+    assert (tmp_path / "model.safetensors").is_file()
     same_weights(tiny, load_pretrained(tmp_path))
 
 
