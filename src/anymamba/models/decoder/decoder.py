@@ -92,9 +92,7 @@ def native_step(
     decoder, bound = ready
     logits_bw = _landing(landing_bw, bound.binding.rows, decoder.head_rows)
     bound.run(ids_b, logits_bw)
-    # Of the weights as they are now: the head of a quantised model says what its logits are.
-    dtype = decoder.dtype
-    return logits_bw if dtype == torch.float32 else logits_bw.to(dtype), bound.cache
+    return logits_bw.to(decoder.dtype), bound.cache
 
 
 def native_state(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> ModelCache | None:
@@ -108,8 +106,9 @@ def native_state(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> 
     ready = _ready(lm, ids_b, cache, impl)
     if ready is None:
         return None
-    ready[1].run(ids_b, None)
-    return ready[1].cache
+    _, bound = ready
+    bound.run(ids_b, None)
+    return bound.cache
 
 
 def _ready(
