@@ -76,17 +76,21 @@ void run_mlp(Step &step, const DecodeLayer &layer, Soon after) {
     const Board &board = step.board;
     const int64_t half = layer.fc1.rows / 2;
     const Soon between = step.first_of(layer.fc2);
-    step.share_rows(layer.fc1, half, between, [&](Share own, Soon soon) {
-        const Share gates{half + own.first, half + own.last};
-        multiply(layer.fc1, step.desk.x, own, rows_of(layer.fc1, gates, step.rows), board.hidden,
+    step.share_rows(layer.fc1, half, between, [&](Rows values, Soon soon) {
+        const Rows gates{{values.own.first + half, values.own.last + half},
+                         values.places,
+                         values.apart};
+        multiply(layer.fc1, step.desk.x, values, memory_of(layer.fc1, gates), board.hidden,
                  board.hidden_stride);
         multiply(layer.fc1, step.desk.x, gates, soon, board.hidden, board.hidden_stride);
-        for (int64_t row = 0; row < step.rows; ++row) {
-            float *value = board.hidden + row * board.hidden_stride + own.first;
-            gate_row(value + half, value, own.last - own.first, value);
-        }
+        for (int64_t place = 0; place < values.places; ++place)
+            for (int64_t row = 0; row < step.rows; ++row) {
+                const Share own = values.at(place);
+                float *value = board.hidden + row * board.hidden_stride + own.first;
+                gate_row(value + half, value, own.last - own.first, value);
+            }
     });
-    step.team.wait(between);
+    step.wait(between);
     step.present(board.hidden, board.hidden_stride);
     multiply_and_meet(step, layer.fc2, after, board.branch, board.branch_stride);
 }

@@ -242,7 +242,7 @@ void mix_attention(Step &step, const DecodeLayer &layer, const anymamba_tensor *
         for (int64_t task = own.first; task < own.last; ++task)
             run_group(step, layer, states, task / layer.groups, task % layer.groups);
     });
-    step.team.wait(step.first_of(layer.out_proj));
+    step.wait(step.first_of(layer.out_proj));
     step.present(board.mixed, board.mixed_stride);
     multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }

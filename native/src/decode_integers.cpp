@@ -114,10 +114,9 @@ void multiply_some(const DecodeMatrix &matrix, const Activations &x, Share own, 
 
 // One vector: units are used as they are opened.
 template <class Format>
-void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
+void multiply_one(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out) {
     const Panels<Format::kBytes> panels(matrix);
-    const Share all = panels_of(own);
-    read_in_streams<Format::kStreams>(all, [&](auto streams, int64_t first, int64_t apart) {
+    read_in_streams<Format::kStreams>(panels_of(rows), [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kRead = decltype(streams)::value;
         Floats sums[kRead][kGroups] = {};
         for (int64_t place = 0; place < panels.blocks; ++place)
@@ -137,7 +136,7 @@ void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, f
                         __builtin_convertvector(total, Floats) * (scales * x.scales[place]);
                 }
         for (int stream = 0; stream < kRead; ++stream)
-            write_sums(matrix, own, first + stream * apart, sums[stream], out);
+            write_sums(matrix, rows.at(stream), first + stream * apart, sums[stream], out);
     });
 }
 
@@ -194,13 +193,13 @@ void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
     });
 }
 
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out,
                        int64_t out_stride) {
     with_format<Int8Format, Int4Format>(matrix, [&](auto format) {
         if (x.rows == 1)
-            multiply_one<decltype(format)>(matrix, x, own, out);
+            multiply_one<decltype(format)>(matrix, x, rows, out);
         else
-            multiply_some<decltype(format)>(matrix, x, own, out, out_stride);
+            multiply_some<decltype(format)>(matrix, x, rows.own, out, out_stride);
     });
 }
 

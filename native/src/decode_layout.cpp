@@ -19,14 +19,10 @@ int64_t row_bytes(const DecodeMatrix &matrix) {
     return 0;
 }
 
-Soon rows_of(const DecodeMatrix &matrix, Share rows, int64_t vectors) {
-    const int64_t bytes = row_bytes(matrix), count = rows.last - rows.first;
-    const char *at = static_cast<const char *>(matrix.data) + rows.first * bytes;
-    const int64_t streams = streams_of(matrix.format);
-    const int64_t piece = matrix.scales == nullptr ? 1 : kDecodePanel;
-    const int64_t apart = count / piece / streams * piece * bytes;
-    if (vectors > 1 || apart == 0) return {at, count * bytes};
-    return {at, apart, streams, apart};
+Soon memory_of(const DecodeMatrix &matrix, Rows rows) {
+    const int64_t bytes = row_bytes(matrix);
+    const char *at = static_cast<const char *>(matrix.data) + rows.own.first * bytes;
+    return {at, (rows.own.last - rows.own.first) * bytes, rows.places, rows.apart * bytes};
 }
 
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to) {

@@ -182,18 +182,19 @@ int64_t mamba1_scratch_bytes(const DecodeLayer &layer) {
 
 void mix_mamba1(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after) {
     const Board &board = step.board;
-    const int64_t unit = unit_of(layer.inner, step.team.size());
-    const Share own_channels = step.team.first(step.worker, layer.inner, unit);
+    const Share groups =
+        even_part(ceil_div(layer.inner, kDecodeGroup), step.worker, step.team.size());
+    const Share own_channels{groups.first * kDecodeGroup,
+                             smaller(layer.inner, groups.last * kDecodeGroup)};
     project_and_convolve(step, layer, step.first_of(layer.x_proj), states[0], 0, layer.inner);
     step.present(board.projected, board.projected_stride);
     multiply_and_meet(step, layer.x_proj, channels_of(states[1], 0, own_channels), board.narrow,
                       board.narrow_stride);
-    static_assert(kStrip % kDecodeGroup == 0, "a share starts at a whole group");
-    step.share_out(layer.inner, unit, [&](Share own) {
+    step.share_out(layer.inner, kDecodeGroup, [&](Share own) {
         for (int64_t row = 0; row < step.rows;)
             row += scan_rows<kScanRows>(step, layer, states[1], row, own);
     });
-    step.team.wait(step.first_of(layer.out_proj));
+    step.wait(step.first_of(layer.out_proj));
     step.present(board.mixed, board.mixed_stride);
     multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }

@@ -107,7 +107,7 @@ void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
         for (int64_t task = own.first; task < own.last; ++task)
             run_head(step, layer, states[1], task / layer.heads, task % layer.heads);
     });
-    step.team.wait(step.first_of(layer.out_proj));
+    step.wait(step.first_of(layer.out_proj));
     if (layer.gate_norm.kind == DecodeNormKind::kNone) {
         step.present(board.mixed, board.mixed_stride);
     } else {

@@ -204,7 +204,7 @@ void mix_mamba3(Step &step, const DecodeLayer &layer, const anymamba_tensor *sta
         for (int64_t task = own.first; task < own.last; ++task)
             heads.run(task / layer.heads, task % layer.heads);
     });
-    step.team.wait(step.first_of(layer.out_proj));
+    step.wait(step.first_of(layer.out_proj));
     step.present(board.mixed, board.mixed_stride);
     multiply_and_meet(step, layer.out_proj, after, board.branch, board.branch_stride);
 }

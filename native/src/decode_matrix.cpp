@@ -126,12 +126,12 @@ void multiply_in(const DecodeMatrix &matrix, const Activations &x, Share own, So
 
 // One vector.
 template <class Format>
-void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
+void multiply_one(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out) {
     constexpr int64_t kStep = Format::kStep;
     const auto *data = static_cast<const typename Format::Stored *>(matrix.data);
     const Values<Format> values(x);
     const int64_t columns = matrix.columns, whole = columns / kStep * kStep;
-    read_in_streams<Format::kStreams>(own, [&](auto streams, int64_t first, int64_t apart) {
+    read_in_streams<Format::kStreams>(rows, [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kStreams = decltype(streams)::value;
         const auto *weight = data + first * columns;
         Sums<kStreams, 1> sums = {};
@@ -154,12 +154,12 @@ void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, f
 }
 
 template <class Format>
-void multiply_floats(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next,
+void multiply_floats(const DecodeMatrix &matrix, const Activations &x, Rows rows, Soon next,
                      float *out, int64_t out_stride) {
     if (x.rows == 1)
-        multiply_one<Format>(matrix, x, own, out);
+        multiply_one<Format>(matrix, x, rows, out);
     else
-        multiply_in<Format, Format::kRows, kTogether>(matrix, x, own, next, out, out_stride);
+        multiply_in<Format, Format::kRows, kTogether>(matrix, x, rows.own, next, out, out_stride);
 }
 
 #if defined(__AVX512BF16__)
@@ -205,18 +205,18 @@ void prepare(const DecodeMatrix &matrix, Activations *x) {
         prepare_integers(matrix, x);
 }
 
-void multiply(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
+void multiply(const DecodeMatrix &matrix, const Activations &x, Rows rows, Soon next, float *out,
               int64_t out_stride) {
     switch (matrix.format) {
         case DecodeFormat::kFloat32:
-            return multiply_floats<WideFormat>(matrix, x, own, next, out, out_stride);
+            return multiply_floats<WideFormat>(matrix, x, rows, next, out, out_stride);
         case DecodeFormat::kBFloat16:
-            return multiply_floats<BFloat16Format>(matrix, x, own, next, out, out_stride);
+            return multiply_floats<BFloat16Format>(matrix, x, rows, next, out, out_stride);
         case DecodeFormat::kFloat16:
-            return multiply_floats<Float16Format>(matrix, x, own, next, out, out_stride);
+            return multiply_floats<Float16Format>(matrix, x, rows, next, out, out_stride);
         case DecodeFormat::kInt8:
         case DecodeFormat::kInt4:
-            return multiply_integers(matrix, x, own, out, out_stride);
+            return multiply_integers(matrix, x, rows, out, out_stride);
     }
 }
 

@@ -42,16 +42,29 @@ struct Ahead {
     }
 };
 
+// Rows of a matrix: `own`, and as many at other places, `apart` rows from each other.
+struct Rows {
+    Share own;
+    int64_t places = 1, apart = 0;
+
+    Share at(int64_t place) const {
+        return {own.first + place * apart, own.last + place * apart};
+    }
+};
+
 // One vector waits for memory alone, and the hardware brings it soonest where it is read in a few
-// long streams: at once from kStreams places of a share, which are `apart` pieces from each other.
-// Calls function(streams, piece, apart) with the number of streams as a type.
+// long streams: at once from kStreams places. Calls function(streams, piece, apart) with the number of
+// streams as a type; what lies at one place is divided.
 template <int kStreams, class Function>
-ANYMAMBA_INLINE void read_in_streams(Share pieces, const Function &function) {
-    const int64_t apart = (pieces.last - pieces.first) / kStreams;
-    for (int64_t piece = pieces.first; piece < pieces.first + apart; ++piece)
-        function(std::integral_constant<int, kStreams>(), piece, apart);
-    if constexpr (kStreams > 1)
-        read_in_streams<kStreams / 2>({pieces.first + kStreams * apart, pieces.last}, function);
+ANYMAMBA_INLINE void read_in_streams(Rows rows, const Function &function) {
+    if (rows.places < kStreams) {
+        rows.apart = (rows.own.last - rows.own.first) / kStreams;
+        const Share rest{rows.own.first + kStreams * rows.apart, rows.own.last};
+        rows.own.last = rows.own.first + rows.apart;
+        if constexpr (kStreams > 1) read_in_streams<kStreams / 2>(Rows{rest}, function);
+    }
+    for (int64_t piece = rows.own.first; piece < rows.own.last; ++piece)
+        function(std::integral_constant<int, kStreams>(), piece, rows.apart);
 }
 
 // Places from which one vector reads at once. In trials on a core that can read 37 GB/s, a token of
@@ -105,21 +118,22 @@ struct Lookahead {
 void prepare(const DecodeMatrix &matrix, Activations *x);
 
 // out[b][row] = bias[row] + W[row] . x[b] for the rows of a share. The order of each sum is fixed,
-// whatever the number of vectors. Towards the end it asks for `next`.
-void multiply(const DecodeMatrix &matrix, const Activations &x, Share own, Soon next, float *out,
+// whatever the number of vectors, of which only one may meet rows at several places. Towards the end
+// it asks for `next`.
+void multiply(const DecodeMatrix &matrix, const Activations &x, Rows rows, Soon next, float *out,
               int64_t out_stride);
 
 // Both for integer formats: decode_vnni.cpp where the CPU sums products of bytes in 32 bits, else
 // decode_integers.cpp.
 void prepare_integers(const DecodeMatrix &matrix, Activations *x);
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out,
                        int64_t out_stride);
 
 // The bytes of a row of the matrix, without its scales; a panel has as many as its rows.
 int64_t row_bytes(const DecodeMatrix &matrix);
 
-// Where rows of the matrix lie, as `vectors` of them read it.
-Soon rows_of(const DecodeMatrix &matrix, Share rows, int64_t vectors);
+// Where rows of the matrix lie.
+Soon memory_of(const DecodeMatrix &matrix, Rows rows);
 
 // One row of a matrix as float32.
 void read_matrix_row(const DecodeMatrix &matrix, int64_t row, float *to);

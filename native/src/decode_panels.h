@@ -49,6 +49,11 @@ ANYMAMBA_INLINE Share panels_of(Share rows) {
     return {rows.first / kPanel, ceil_div(rows.last, kPanel)};
 }
 
+// The panels of rows at several places, which are whole panels apart.
+ANYMAMBA_INLINE Rows panels_of(Rows rows) {
+    return {panels_of(rows.own), rows.places, rows.apart / kPanel};
+}
+
 // The places in a panel of those of its rows that are meant.
 ANYMAMBA_INLINE Share places_of(Share rows, int64_t panel) {
     return {larger(0, rows.first - panel * kPanel), smaller(kPanel, rows.last - panel * kPanel)};

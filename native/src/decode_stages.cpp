@@ -116,9 +116,10 @@ ANYMAMBA_INLINE float shift_in(const anymamba_tensor &window, int64_t start, int
     return sum;
 }
 
-void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t row, int64_t first,
-              int64_t last, float *channels) {
-    if (first >= last) return;
+void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t row, Share own,
+              float *channels) {
+    if (own.is_empty()) return;
+    const int64_t first = own.first, last = own.last;
     const int64_t width = layer.conv_width, start = row * window.stride[0];
     const bool is_attention = layer.family == 0;  // which does not activate
     if (width == kTaps && window.stride[1] == kTaps)
@@ -137,11 +138,11 @@ void convolve(const DecodeLayer &layer, const anymamba_tensor &window, int64_t r
 }
 
 // The windows of some channels of a row.
-void ask_for_window(const anymamba_tensor &window, int64_t row, int64_t first, int64_t last) {
+void ask_for_window(const anymamba_tensor &window, int64_t row, Share own) {
     const int64_t bytes = window.dtype == ANYMAMBA_FLOAT32 ? 4 : 2;
-    const int64_t from = row * window.stride[0] + first * window.stride[1];
+    const int64_t from = row * window.stride[0] + own.first * window.stride[1];
     ask_for({static_cast<const char *>(window.data) + from * bytes,
-             (last - first) * window.stride[1] * bytes},
+             (own.last - own.first) * window.stride[1] * bytes},
             kReach);
 }
 
@@ -160,25 +161,30 @@ void normalize(const DecodeNorm &norm, const float *from, int64_t count, float *
 
 void multiply_and_meet(Step &step, const DecodeMatrix &matrix, Soon after, float *out,
                        int64_t out_stride) {
-    step.share_rows(matrix, matrix.rows, after, [&](Share own, Soon soon) {
-        multiply(matrix, step.desk.x, own, soon, out, out_stride);
+    step.share_rows(matrix, matrix.rows, after, [&](Rows rows, Soon soon) {
+        multiply(matrix, step.desk.x, rows, soon, out, out_stride);
     });
-    step.team.wait(after);
+    step.wait(after);
 }
 
 void project_and_convolve(Step &step, const DecodeLayer &layer, Soon after,
                           const anymamba_tensor &window, int64_t first_channel, int64_t channels) {
     const Board &board = step.board;
-    step.share_rows(layer.in_proj, layer.in_proj.rows, after, [&](Share own, Soon soon) {
-        const int64_t first = larger(own.first - first_channel, 0);
-        const int64_t last = smaller(own.last - first_channel, channels);
-        for (int64_t row = 0; row < step.rows; ++row) ask_for_window(window, row, first, last);
-        multiply(layer.in_proj, step.desk.x, own, soon, board.projected, board.projected_stride);
-        for (int64_t row = 0; row < step.rows; ++row)
-            convolve(layer, window, row, first, last,
-                     board.projected + row * board.projected_stride + first_channel);
+    const auto channels_of = [&](Share rows) {
+        return Share{larger(rows.first - first_channel, 0),
+                     smaller(rows.last - first_channel, channels)};
+    };
+    step.share_rows(layer.in_proj, layer.in_proj.rows, after, [&](Rows rows, Soon soon) {
+        for (int64_t place = 0; place < rows.places; ++place)
+            for (int64_t row = 0; row < step.rows; ++row)
+                ask_for_window(window, row, channels_of(rows.at(place)));
+        multiply(layer.in_proj, step.desk.x, rows, soon, board.projected, board.projected_stride);
+        for (int64_t place = 0; place < rows.places; ++place)
+            for (int64_t row = 0; row < step.rows; ++row)
+                convolve(layer, window, row, channels_of(rows.at(place)),
+                         board.projected + row * board.projected_stride + first_channel);
     });
-    step.team.wait(after);
+    step.wait(after);
 }
 
 int64_t scratch_bytes(const DecodeLayer &layer) {

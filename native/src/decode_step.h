@@ -24,15 +24,30 @@ struct Desk {
     Activations x;
 };
 
-// Rows that are read together, at most.
-constexpr int64_t kStrip = 16;
+// Rows of a matrix that are claimed together, at least: a panel of integers. Several vectors of
+// floating-point formats meet groups of two or three rows, and want no row left over.
+constexpr int64_t kStrip = 16, kStripOfGroups = 48;
 
-// The rows of as many strips as one vector reads at once.
-constexpr int64_t kStrips = kMostStreams * kStrip;
+// A worker's part of the rows of a matrix.
+struct Part {
+    Rows rows;      // in whole strips, which others may claim
+    Share rest;     // what does not divide into as many places
+    int64_t strip;  // rows that are claimed together, at each place
 
-// Rows of a matrix of which shares consist: large where every worker still has many of them.
-ANYMAMBA_INLINE int64_t unit_of(int64_t rows, int64_t workers) {
-    return rows < 12 * kStrip * workers ? kStrip : kStrips;
+    int64_t pieces() const { return ceil_div(rows.own.last - rows.own.first, strip); }
+    Rows at(Share pieces) const {
+        const int64_t start = rows.own.first;
+        return {{start + pieces.first * strip, smaller(rows.own.last, start + pieces.last * strip)},
+                rows.places, rows.apart};
+    }
+    Rows behind(Rows claimed) const {
+        return {{claimed.own.last, rows.own.last}, rows.places, rows.apart};
+    }
+};
+
+// What each worker has of `units` of work.
+ANYMAMBA_INLINE Share even_part(int64_t units, int64_t worker, int64_t workers) {
+    return {units * worker / workers, units * (worker + 1) / workers};
 }
 
 struct Step {
@@ -47,61 +62,72 @@ struct Step {
     const anymamba_tensor *states(int64_t layer) const {
         return tensors + kDecodeStates + layer * kDecodeStatesPerLayer;
     }
-    // Calls function(share) for every share of `count` pieces that this worker has or takes.
+    // Calls function(share) for every share of `count` pieces, in whole units, that this worker has
+    // or takes.
     template <class Function>
     ANYMAMBA_INLINE void share_out(int64_t count, int64_t unit, const Function &function) {
-        Share own = team.first(worker, count, unit);
-        if (own.is_empty()) own = team.take(count, unit);
-        for (; !own.is_empty(); own = team.take(count, unit)) function(own);
+        const int64_t units = ceil_div(count, unit);
+        const Share own = even_part(units, worker, team.size());
+        team.begin(worker, own.last - own.first);
+        for (Claim claim = team.claim(worker); !claim.is_empty(); claim = team.claim(worker)) {
+            const int64_t start = even_part(units, claim.owner, team.size()).first;
+            function(Share{(start + claim.pieces.first) * unit,
+                           smaller(count, (start + claim.pieces.last) * unit)});
+        }
     }
-    // Calls function(share, soon) for every share of the first `count` rows of a matrix, for which
-    // what is presented is prepared. `soon` is what this worker reads behind the share; `after`
-    // what it reads after the stage. So memory goes on at the end of a share and through meetings.
+    // Calls function(rows, soon) for all of the first `count` rows of a matrix that this worker has
+    // or takes, after preparing for it what is presented. `soon` is what this worker reads behind
+    // them; `after` what it reads after the stage. So memory goes on through meetings.
     template <class Function>
     ANYMAMBA_INLINE void share_rows(const DecodeMatrix &matrix, int64_t count, Soon after,
                                     const Function &function) {
         prepare(matrix, &desk.x);
-        const int64_t unit = unit_of(count, team.size());
-        Share own = team.first(worker, count, unit);
-        if (own.is_empty()) own = team.take(count, unit);
-        while (!own.is_empty()) {
-            const Share body = body_of(matrix, own), rest{body.last, own.last};
-            if (!body.is_empty()) function(body, rows_of(matrix, rest, rows));
-            const Share next = team.take(count, unit);
-            const Soon soon = next.is_empty() ? after : first_rows_of(matrix, next);
+        const Part own = part_of(matrix, count, worker);
+        team.begin(worker, own.pieces());
+        if (!own.rest.is_empty()) function(Rows{own.rest}, memory_of(matrix, own.rows));
+        for (Claim claim = team.claim(worker); !claim.is_empty(); claim = team.claim(worker)) {
+            const bool is_own = claim.owner == worker;
+            const Part part = is_own ? own : part_of(matrix, count, claim.owner);
+            const Rows claimed = part.at(claim.pieces), behind = part.behind(claimed);
+            const bool is_last = !is_own || behind.own.is_empty();
+            const Soon soon = is_last ? after : memory_of(matrix, behind);
             // What several vectors of floats ask for begins behind this; the others ask for nothing
-            // beyond a share.
+            // beyond what they read.
             const bool asks_itself = rows > 1 && matrix.scales == nullptr;
-            ask_for(soon, kReach - (asks_itself ? (own.last - body.last) * row_bytes(matrix) : 0));
-            function(rest, soon);
-            own = next;
+            if (is_last)
+                ask_for(soon, kReach - (asks_itself ? memory_of(matrix, claimed).bytes : 0));
+            function(claimed, soon);
         }
     }
-    // A share without its last rows, during which the next share is taken.
-    Share body_of(const DecodeMatrix &matrix, Share own) const {
-        const int64_t together = rows == 1 ? kStrips : kStrip;
-        const int64_t reach = ceil_div(ceil_div(kReach, row_bytes(matrix)), together) * together;
-        return {own.first, larger(own.first, (own.last - reach) / kStrip * kStrip)};
-    }
-    // What is read first of a share.
-    Soon first_rows_of(const DecodeMatrix &matrix, Share own) const {
-        const Share body = body_of(matrix, own);
-        return rows_of(matrix, body.is_empty() ? own : body, rows);
+    // What a worker has of the first `count` rows of a matrix.
+    Part part_of(const DecodeMatrix &matrix, int64_t count, int64_t of) const {
+        const bool is_grouped = rows > 1 && matrix.scales == nullptr;
+        const int64_t strip = is_grouped ? kStripOfGroups : kStrip;
+        const int64_t places = rows > 1 ? 1 : streams_of(matrix.format);
+        const Share strips = even_part(ceil_div(count, strip), of, team.size());
+        const Share own{strips.first * strip, smaller(count, strips.last * strip)};
+        if (places == 1) return {{own}, {0, 0}, strip};
+        const int64_t apart = (own.last - own.first) / strip / places * strip;
+        return {{{own.first, own.first + apart}, places, apart},
+                {own.first + places * apart, own.last},
+                strip};
     }
     // What this worker reads first of the first `count` rows of a matrix.
     Soon first_of(const DecodeMatrix &next, int64_t count) const {
-        return first_rows_of(next, team.first(worker, count, unit_of(count, team.size())));
+        const Part own = part_of(next, count, worker);
+        return memory_of(next, own.rest.is_empty() ? own.rows : Rows{own.rest});
     }
     Soon first_of(const DecodeMatrix &next) const { return first_of(next, next.rows); }
     // The same of the heads of all rows, whose states are in `scan`.
     Soon first_of(const anymamba_tensor &scan, int64_t heads) const {
-        const Share own = team.first(worker, rows * heads, 1);
+        const Share own = even_part(rows * heads, worker, team.size());
         const int64_t row = own.first / heads, head = own.first % heads;
         const int64_t from = row * scan.stride[0] + head * scan.stride[1];
         const int64_t together = smaller(heads - head, own.last - own.first) * scan.stride[1];
         const auto *states = static_cast<const float *>(scan.data);
         return {reinterpret_cast<const char *>(states + from), together * (int64_t)sizeof(float)};
     }
+    void wait(Soon soon) { team.wait(worker, soon); }
     // Shows `values` to the matrices that follow.
     void present(const float *values, int64_t stride) {
         desk.x.rows = rows;

@@ -9,6 +9,9 @@ namespace anymamba {
 
 class Team;
 
+// More would wait for each other longer than they work.
+constexpr int64_t kMostWorkers = 64;
+
 // Some of the pieces of a stage's work: those from `first` to before `last`.
 struct Share {
     int64_t first, last;
@@ -34,16 +37,24 @@ struct Soon {
     }
 };
 
+// Some pieces of the part of the work that is its owner's.
+struct Claim {
+    int64_t owner;
+    Share pieces;
+
+    bool is_empty() const { return pieces.is_empty(); }
+};
+
 class Team {
   public:
     int64_t size() const { return size_; }
     // Returns when every worker has called it.
-    void wait(Soon soon = {});
-    // Of `count` pieces of work, in whole units, those that are a worker's own. It may be empty.
-    Share first(int64_t worker, int64_t count, int64_t unit) const;
-    // Some of the others; empty when none are left. Between two meetings all workers share the same
-    // work, each of them until nothing is left.
-    Share take(int64_t count, int64_t unit);
+    void wait(int64_t worker, Soon soon = {});
+    // Begins a stage, of which `pieces` are this worker's own part.
+    void begin(int64_t worker, int64_t pieces);
+    // The next pieces of the worker's own part, ever fewer; then the last ones of somebody else's;
+    // empty when none are left. Between two meetings every worker claims until then.
+    Claim claim(int64_t worker);
 
   private:
     friend void run_team(int64_t threads, TeamBody body, void *context);
@@ -51,7 +62,7 @@ class Team {
     void *meeting_ = nullptr;
 };
 
-// The runtime may give fewer threads than asked for.
+// At most kMostWorkers; the runtime may give fewer than asked for.
 void run_team(int64_t threads, TeamBody body, void *context);
 
 template <class Function>

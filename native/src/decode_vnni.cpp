@@ -122,17 +122,16 @@ ANYMAMBA_INLINE void add_stretches(const Panels<Format::kBytes> &panels, const A
 // The order of a sum, for one vector and for several: stretches one after the other, and in a
 // stretch the blocks, each of them exact.
 template <class Format>
-void multiply_one(const DecodeMatrix &matrix, const Activations &x, Share own, float *out) {
+void multiply_one(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out) {
     const Panels<Format::kBytes> panels(matrix);
     const int64_t stretches = ceil_div(panels.blocks, Format::kStretch);
-    const Share all = panels_of(own);
-    read_in_streams<Format::kStreams>(all, [&](auto streams, int64_t first, int64_t apart) {
+    read_in_streams<Format::kStreams>(panels_of(rows), [&](auto streams, int64_t first, int64_t apart) {
         constexpr int kTogether = decltype(streams)::value;
         __m512 sums[kTogether] = {};
         for (int64_t stretch = 0; stretch < stretches; ++stretch)
             add_stretches<Format, kTogether>(panels, x, first, apart, stretch, sums);
         for (int stream = 0; stream < kTogether; ++stream)
-            write_sums(matrix, own, first + stream * apart, sums[stream], out);
+            write_sums(matrix, rows.at(stream), first + stream * apart, sums[stream], out);
     });
 }
 
@@ -270,13 +269,13 @@ void prepare_integers(const DecodeMatrix &matrix, Activations *x) {
     });
 }
 
-void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Share own, float *out,
+void multiply_integers(const DecodeMatrix &matrix, const Activations &x, Rows rows, float *out,
                        int64_t out_stride) {
     with_format<Int8Format, Int4Format>(matrix, [&](auto format) {
         if (x.rows == 1)
-            multiply_one<decltype(format)>(matrix, x, own, out);
+            multiply_one<decltype(format)>(matrix, x, rows, out);
         else
-            multiply_some<decltype(format)>(matrix, x, own, out, out_stride);
+            multiply_some<decltype(format)>(matrix, x, rows.own, out, out_stride);
     });
 }
 
