@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or the order of a kernel's tensors or sizes changes. */
-#define ANYMAMBA_ABI 6
+#define ANYMAMBA_ABI 7
 
 enum anymamba_dtype {
     ANYMAMBA_FLOAT32 = 0,

@@ -13,8 +13,10 @@ int64_t padded(int64_t columns) {
 // The widest of what the layers need.
 struct Widths {
     int64_t projected = 1, mixed = 1, narrow = 1, hidden = 1, inputs, scratch = 1;
+    int64_t logits;
 
-    explicit Widths(const DecodeProgram &program) : inputs(program.width) {
+    Widths(const DecodeProgram &program, const anymamba_tensor &to)
+        : inputs(program.width), logits(to.dtype == ANYMAMBA_FLOAT32 ? 0 : program.head.rows) {
         for (int64_t place = 0; place < program.layers; ++place) {
             const DecodeLayer &layer = program.layer[place];
             projected = larger(projected, layer.in_proj.rows);
@@ -34,11 +36,13 @@ Board take_board(Carver &carver, const Widths &widths, int64_t width, int64_t ro
     board.narrow_stride = padded(widths.narrow);
     board.hidden_stride = padded(widths.hidden);
     board.branch_stride = padded(width);
+    board.logits_stride = padded(widths.logits);
     board.projected = carver.floats(rows * board.projected_stride);
     board.mixed = carver.floats(rows * board.mixed_stride);
     board.narrow = carver.floats(rows * board.narrow_stride);
     board.hidden = carver.floats(rows * board.hidden_stride);
     board.branch = carver.floats(rows * board.branch_stride);
+    board.logits = widths.logits == 0 ? nullptr : carver.floats(rows * board.logits_stride);
     return board;
 }
 
@@ -115,6 +119,24 @@ void run_layer(Step &step, int64_t place) {
     run_mlp(step, layer, next);
 }
 
+// Half types are rounded share by share, while the caches hold what was summed.
+void write_logits(Step &step, const anymamba_tensor &logits) {
+    const DecodeMatrix &head = step.program.head;
+    const bool is_wide = logits.dtype == ANYMAMBA_FLOAT32;
+    float *sums = is_wide ? static_cast<float *>(logits.data) : step.board.logits;
+    const int64_t stride = is_wide ? logits.stride[0] : step.board.logits_stride;
+    step.share_rows(head, head.rows, {}, [&](Rows rows, Soon soon) {
+        multiply(head, step.desk.x, rows, soon, sums, stride);
+        for (int64_t place = 0; place < rows.places && !is_wide; ++place) {
+            const Share own = rows.at(place);
+            for (int64_t row = 0; row < step.rows; ++row)
+                write_states(logits, row * logits.stride[0] + own.first, own.last - own.first,
+                             sums + row * stride + own.first);
+        }
+    });
+    step.wait({});
+}
+
 // One token more for every row.
 void count_on(const anymamba_tensor &counts, int64_t rows) {
     for (int64_t row = 0; row < rows; ++row)
@@ -131,8 +153,7 @@ void run_token(Step &step) {
     const anymamba_tensor &logits = step.tensors[kDecodeLogits];
     if (logits.data != nullptr) {
         enter_sublayer(step, program.norm, true);
-        multiply_and_meet(step, program.head, {}, static_cast<float *>(logits.data),
-                          logits.stride[0]);
+        write_logits(step, logits);
     }
     if (step.worker > 0) return;
     count_on(step.tensors[kDecodePositions], step.rows);
@@ -160,7 +181,7 @@ int64_t decode(const anymamba_call &call) {
     if (program.layer_bytes != (int64_t)sizeof(DecodeLayer)) return -1;
     const int64_t most = ceil_div(all, ceil_div(all, kDecodeMostRows));
     const int64_t count = kDecodeStates + program.layers * kDecodeStatesPerLayer;
-    const Widths widths(program);
+    const Widths widths(program, call.tensors[kDecodeLogits]);
     Carver carver{static_cast<char *>(call.workspace)};
     auto *tensors = carver.take<anymamba_tensor>(count);
     const Board board = take_board(carver, widths, program.width, most);

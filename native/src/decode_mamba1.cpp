@@ -22,14 +22,15 @@ void normalize_rates(const DecodeLayer &layer, float *rates) {
 // registers.
 constexpr int64_t kScanRows = kWidth == kDecodeGroup ? 8 : 4;
 
-// A worker's memory for kScanRows rows of the batch, whose step sizes are made together.
+// A worker's memory for kScanRows rows of the batch, whose step sizes are made together, and for what
+// one of them reads out of its states.
 struct RowDesks {
     int64_t inner, rank_and_states;
-    float *first;
+    float *first, *y;
 
     RowDesks(Carver &carver, const DecodeLayer &layer)
         : inner(layer.inner), rank_and_states(layer.x_proj.rows),
-          first(carver.floats(kScanRows * (inner + rank_and_states))) {}
+          first(carver.floats(kScanRows * (inner + rank_and_states))), y(carver.floats(inner)) {}
 
     float *dt(int64_t row) const { return first + row * (inner + rank_and_states); }
     float *rates(int64_t row) const { return dt(row) + inner; }
@@ -136,19 +137,21 @@ Soon channels_of(const anymamba_tensor &scan, int64_t row, Share own) {
             (own.last - own.first) * scan.stride[1] * (int64_t)sizeof(float)};
 }
 
+// What other workers read later is written once, line by line: in between, a line that they still hold
+// would keep all states that are written behind it waiting.
 void scan_row(const Step &step, const DecodeLayer &layer, const anymamba_tensor &scan, int64_t row,
-              const float *dt, const float *rates, Share own) {
+              const float *dt, const float *rates, float *y, Share own) {
     const Board &board = step.board;
     const float *b = rates + layer.dt_rank, *c = b + layer.state;
     const float *x = board.projected + row * board.projected_stride, *z = x + layer.inner;
-    float *mixed = board.mixed + row * board.mixed_stride;
     float *states = static_cast<float *>(scan.data) + row * scan.stride[0];
     const float *soon = row + 1 < step.rows ? states + scan.stride[0] : states;
     scan_channels({layer.a, states, layer.state, scan.stride[1], b, c, dt, x, soon}, own.first,
-                  own.last, mixed);
+                  own.last, y);
     for (int64_t channel = own.first; channel < own.last; ++channel)
-        mixed[channel] += layer.skip[channel] * x[channel];
-    gate_row(z + own.first, mixed + own.first, own.last - own.first, mixed + own.first);
+        y[channel] += layer.skip[channel] * x[channel];
+    gate_row(z + own.first, y + own.first, own.last - own.first,
+             board.mixed + row * board.mixed_stride + own.first);
 }
 
 // The rows from `first` on, at most kCount of them; returns how many it took.
@@ -168,7 +171,7 @@ int64_t scan_rows(const Step &step, const DecodeLayer &layer, const anymamba_ten
     }
     step_sizes<kCount>(layer, desks, own);
     for (int64_t row = 0; row < kCount; ++row)
-        scan_row(step, layer, scan, first + row, desks.dt(row), desks.rates(row), own);
+        scan_row(step, layer, scan, first + row, desks.dt(row), desks.rates(row), desks.y, own);
     return kCount;
 }
 

@@ -52,7 +52,7 @@ void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     float *input = reinterpret_cast<float *>(step.desk.scratch);
     for (int64_t p = 0; p < width; ++p) input[p] = dt * x[p];
     float *state = static_cast<float *>(scan.data) + row * scan.stride[0] + head * scan.stride[1];
-    float *y = board.mixed + row * board.mixed_stride + layer.mlp + head * width;
+    float *y = input + width;
     int64_t p = 0;
     for (; p + kRows <= width; p += kRows)
         advance<kRows>(state + p * size, size, alpha, input + p, b, c, y + p);
@@ -60,7 +60,12 @@ void run_head(Step &step, const DecodeLayer &layer, const anymamba_tensor &scan,
     for (p = 0; p < width; ++p)
         y[p] += layer.skip[layer.has_skip_per_channel ? head * width + p : head] * x[p];
     const bool gates_now = layer.gate_norm.kind == DecodeNormKind::kNone || !layer.norm_before_gate;
-    if (gates_now) gate_row(z + head * width, y, width, y);
+    // Written once, line by line: other workers may still hold what they read here before.
+    float *to = board.mixed + row * board.mixed_stride + layer.mlp + head * width;
+    if (gates_now)
+        gate_row(z + head * width, y, width, to);
+    else
+        memcpy(to, y, (size_t)width * sizeof(float));
 }
 
 // The norm of the gated scan, for this worker: desk.normed.
@@ -94,7 +99,7 @@ void run_around(Step &step, const DecodeLayer &layer) {
 }  // namespace
 
 int64_t mamba2_scratch_bytes(const DecodeLayer &layer) {
-    return layer.headdim * (int64_t)sizeof(float);
+    return 2 * layer.headdim * (int64_t)sizeof(float);
 }
 
 void mix_mamba2(Step &step, const DecodeLayer &layer, const anymamba_tensor *states, Soon after) {

@@ -158,6 +158,17 @@ ANYMAMBA_INLINE void narrow(Float16 *to, float value) {
     to->bits = (uint16_t)(sign | half);
 }
 
+#if defined(__AVX512F__)
+ANYMAMBA_INLINE void store(Float16 *to, Vec value) {
+    const __m256i half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(to, &half, sizeof(half));
+}
+#else
+inline void store(Float16 *to, Vec value) {
+    for (int64_t lane = 0; lane < kWidth; ++lane) narrow(to + lane, value[lane]);
+}
+#endif
+
 // States of a call are float32, bfloat16 or float16; the calls say which.
 inline float read_state(const anymamba_tensor &tensor, int64_t place) {
     if (tensor.dtype == ANYMAMBA_FLOAT16)
@@ -194,6 +205,10 @@ inline void write_states(const anymamba_tensor &tensor, int64_t to, int64_t coun
     int64_t place = 0;
     if (tensor.dtype == ANYMAMBA_BFLOAT16)
         for (auto *halves = static_cast<BFloat16 *>(tensor.data) + to; place + kWidth <= count;
+             place += kWidth)
+            store(halves + place, load(from + place));
+    else
+        for (auto *halves = static_cast<Float16 *>(tensor.data) + to; place + kWidth <= count;
              place += kWidth)
             store(halves + place, load(from + place));
     for (; place < count; ++place) write_state(tensor, to + place, from[place]);

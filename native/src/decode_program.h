@@ -94,7 +94,7 @@ struct DecodeProgram {
 };
 
 // Tensors of a call: ids, positions and logits of the rows, then four states per layer. Without
-// logits the head is not computed.
+// logits the head is not computed; those of half types are rounded once, from float32.
 // Mamba-1 and Mamba-2: convolution, scan. Mamba-3: scan, key, value, rotation. Attention:
 // keys, values, lengths, convolution; there is room for one more key.
 // Sizes: rows, and the address of the program.

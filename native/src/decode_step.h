@@ -12,7 +12,9 @@ namespace anymamba::ANYMAMBA_VARIANT {
 // Shared results of a stage, (rows, stride) each.
 struct Board {
     float *projected, *mixed, *narrow, *hidden, *branch;
+    float *logits;  // before they are rounded to a half type
     int64_t projected_stride, mixed_stride, narrow_stride, hidden_stride, branch_stride;
+    int64_t logits_stride;
 };
 
 // What one worker has for itself.

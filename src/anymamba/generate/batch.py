@@ -175,7 +175,7 @@ class Batch:
             request.where, lm, prompts, request.cache, request.prefill_chunk, request.progress
         )
         self.logits_bw = self._real(logits_bw)
-        self._width, self._dtype, self._landing_bw = logits_bw.shape[1], logits_bw.dtype, None
+        self._width, self._landing_bw = logits_bw.shape[1], None
         self._landing: tuple[Tensor, Tensor] | None = None
         self._newest: tuple[array[int], Tensor] | None = None
         self._device = logits_bw.device
@@ -285,7 +285,7 @@ class Batch:
     def recover(self) -> None:
         """Take the logits of a token that was interrupted after the decoder had moved the state."""
         if self._landing_bw is not None:
-            self.logits_bw = self._real(self._landing_bw.to(self._dtype))
+            self.logits_bw = self._real(self._landing_bw)
             self._landing_bw = None
 
     def keep(self, places: list[int]) -> None:

@@ -13,6 +13,8 @@ from anymamba.models.decoder import (
     is_served,
     native_state,
     native_step,
+    repeated_state,
+    repeated_step,
     unchanged,
 )
 from anymamba.models.inputs import check_ids, check_known, check_rows, check_way
@@ -71,6 +73,10 @@ class TokenVerbs(nn.Module):
 
         The arguments are those of `step`. An error leaves the cache as it was.
         """
+        if self._may_repeat(impl):
+            repeated_bw = repeated_step(self, ids_b, cache)
+            if repeated_bw is not None:
+                return repeated_bw
         where = "MambaLM.step_"
         self._check_token(where, ids_b, cache, impl)
         self.backbone.check_in_place(where, cache)
@@ -101,15 +107,20 @@ class TokenVerbs(nn.Module):
             ids_b: as for `step`.
             cache: as for `step`.
             impl: as for `step`.
-            landing_bw: where the decoder writes the logits. An interrupt that arrives while it
-                runs is raised before this function returns: if the given cache then holds the new
-                state (its position tells), only here are the logits to be found. (batch, rows of
-                the head), float32, contiguous, on the CPU. Modules leave the given cache alone, and
+            landing_bw: where the decoder writes the logits, and what it then returns as logits: in
+                float32, whatever the model's dtype. An interrupt that arrives while it runs is
+                raised before this function returns: if the given cache then holds the new state
+                (its position tells), only here are the logits to be found. (batch, rows of the
+                head), float32, contiguous, on the CPU. Modules leave the given cache alone, and
                 this too.
 
         Raises:
             ShapeError: the decoder cannot write into `landing_bw`.
         """
+        if self._may_repeat(impl):
+            repeated_bw = repeated_step(self, ids_b, cache, landing_bw)
+            if repeated_bw is not None:
+                return LmStep(repeated_bw, cache)
         self._check_token("MambaLM.advance", ids_b, cache, impl)
         if self._decodes(impl):
             found = native_step(self, ids_b, cache, impl, landing_bw)
@@ -130,6 +141,8 @@ class TokenVerbs(nn.Module):
             >>> cache.position
             tensor([1])
         """
+        if self._may_repeat(impl) and repeated_state(self, ids_b, cache):
+            return cache
         self._check_token("MambaLM.advance_state", ids_b, cache, impl)
         found = native_state(self, ids_b, cache, impl) if self._decodes(impl) else None
         if found is not None:
@@ -179,6 +192,11 @@ class TokenVerbs(nn.Module):
         check_ids(where, ids_b, 1)
         self.backbone.check_cache(where, cache, is_needed=True)
         check_rows(where, ids_b, cache.position_b.shape[0])
+
+    @staticmethod
+    def _may_repeat(impl: str) -> bool:
+        """Whether the decoder may be tried on what nobody has checked."""
+        return impl in ("auto", "native") and not torch.compiler.is_compiling()
 
     @staticmethod
     def _decodes(impl: str) -> bool:

@@ -1,7 +1,14 @@
 """A language model as a program of the CPU decoder: compiled once, checked at every token."""
 
 from anymamba.models.decoder.compiled import decodable, is_decodable
-from anymamba.models.decoder.decoder import is_served, native_refusal, native_state, native_step
+from anymamba.models.decoder.decoder import (
+    is_served,
+    native_refusal,
+    native_state,
+    native_step,
+    repeated_state,
+    repeated_step,
+)
 from anymamba.models.decoder.known import doubt_copies, unchanged
 
 __all__ = [
@@ -12,5 +19,7 @@ __all__ = [
     "native_refusal",
     "native_state",
     "native_step",
+    "repeated_state",
+    "repeated_step",
     "unchanged",
 ]

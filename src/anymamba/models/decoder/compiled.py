@@ -82,7 +82,7 @@ class Decoder:
             if larger is not cache:
                 cache, tensors, binding = larger, tensors_of(larger), None
         if binding is None:
-            binding = self._binding = Binding(self.program, self.mixers, cache)
+            binding = self._binding = Binding(self.program, self.mixers, cache, self.dtype)
         return Bound(binding, cache, tensors)
 
 
@@ -93,9 +93,9 @@ class Bound(NamedTuple):
     cache: ModelCache
     tensors: list[Tensor]
 
-    def run(self, ids_b: Tensor, logits_bw: Tensor | None) -> None:
+    def run(self, ids: list[int], logits_bw: Tensor | None) -> None:
         """Advance the states by a token; without a place for logits the head is left out."""
-        self.binding.call.run(ids_b.to(torch.int64).contiguous(), logits_bw)
+        self.binding.call.run(ids, logits_bw)
         torch.autograd.graph.increment_version(self.tensors)
 
 

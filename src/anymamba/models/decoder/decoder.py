@@ -10,13 +10,21 @@ from torch import Tensor, nn
 from anymamba import settings
 from anymamba.errors import BackendError, ShapeError
 from anymamba.models.decoder.compiled import Bound, Decoder
-from anymamba.models.decoder.known import decoder_of
+from anymamba.models.decoder.known import decoder_of, keep_for_repeats, repeat_of
+from anymamba.models.decoder.repeat import Repeat
 from anymamba.models.decoder.weights import NotServed
 from anymamba.models.inputs import check_known, check_rows
 from anymamba.nn import ModelCache
 from anymamba.ops import native_status
 
-__all__ = ["is_served", "native_refusal", "native_state", "native_step"]
+__all__ = [
+    "is_served",
+    "native_refusal",
+    "native_state",
+    "native_step",
+    "repeated_state",
+    "repeated_step",
+]
 
 _log = logging.getLogger("anymamba.models")
 _log.addHandler(logging.NullHandler())
@@ -75,7 +83,8 @@ def native_step(
         cache: of this model, with as many rows; advanced in place, or left alone if it is full.
         impl: "auto" returns None where the decoder cannot serve, and logs the reason once; "native"
             raises it.
-        landing_bw: where the kernel writes the logits; a new tensor by default.
+        landing_bw: where the kernel writes the logits, in float32; a new tensor of the model's
+            dtype by default.
 
     Returns:
         The logits (batch, padded vocabulary) and the cache after the token, or None.
@@ -90,9 +99,7 @@ def native_step(
     if ready is None:
         return None
     decoder, bound = ready
-    logits_bw = _landing(landing_bw, bound.binding.rows, decoder.head_rows)
-    bound.run(ids_b, logits_bw)
-    return logits_bw.to(decoder.dtype), bound.cache
+    return _run(decoder, bound, ids_b.tolist(), landing_bw), bound.cache
 
 
 def native_state(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> ModelCache | None:
@@ -107,8 +114,47 @@ def native_state(lm: nn.Module, ids_b: Tensor, cache: ModelCache, impl: str) -> 
     if ready is None:
         return None
     _, bound = ready
-    bound.run(ids_b, None)
+    bound.run(ids_b.tolist(), None)
     return bound.cache
+
+
+def repeated_step(
+    lm: nn.Module, ids_b: Tensor, cache: ModelCache, landing_bw: Tensor | None = None
+) -> Tensor | None:
+    """Run one token as the last one was run, if all is as it was then; else do nothing.
+
+    Args:
+        lm: a `MambaLM` that is promised not to change; there is nothing to repeat otherwise.
+        ids_b: one id per row; not checked yet.
+        cache: the state; not checked yet.
+        landing_bw: as for `native_step`.
+
+    Returns:
+        The logits, or None: then the token has to be checked and run like a first one.
+    """
+    repeat = repeat_of(lm)
+    if repeat is None or (ids := repeat.ids_of(ids_b, cache)) is None:
+        return None
+    return _run(repeat.decoder, repeat.bound, ids, landing_bw)
+
+
+def repeated_state(lm: nn.Module, ids_b: Tensor, cache: ModelCache) -> bool:
+    """Run one token as `repeated_step` does, without the head; say whether it was run."""
+    repeat = repeat_of(lm)
+    if repeat is None or (ids := repeat.ids_of(ids_b, cache)) is None:
+        return False
+    repeat.bound.run(ids, None)
+    return True
+
+
+def _run(decoder: Decoder, bound: Bound, ids: list[int], landing_bw: Tensor | None) -> Tensor:
+    shape = (bound.binding.rows, decoder.head_rows)
+    if landing_bw is None:
+        logits_bw = torch.empty(shape, dtype=decoder.dtype, device="cpu")
+    else:
+        logits_bw = _checked_landing(landing_bw, shape)
+    bound.run(ids, logits_bw)
+    return logits_bw
 
 
 def _ready(
@@ -126,17 +172,17 @@ def _ready(
         _tell_modules(lm, reason)
         return None
     _tell(lm, "native decoder")
+    if (repeat := Repeat.of(*found)) is not None:
+        keep_for_repeats(lm, repeat)
     return found
 
 
-def _landing(given_bw: Tensor | None, rows: int, entries: int) -> Tensor:
-    if given_bw is None:
-        return torch.empty(rows, entries, dtype=torch.float32, device="cpu")
-    fits = given_bw.shape == (rows, entries) and given_bw.dtype == torch.float32
-    if not fits or not given_bw.is_contiguous() or given_bw.device.type != "cpu":
+def _checked_landing(given_bw: Tensor, shape: tuple[int, int]) -> Tensor:
+    fits = given_bw.shape == shape and given_bw.dtype is torch.float32
+    if not fits or not given_bw.is_contiguous() or not given_bw.is_cpu:
         raise ShapeError(
-            f"MambaLM.advance: landing_bw must be contiguous float32 of shape {(rows, entries)} on "
-            f"the CPU; got {given_bw.dtype} of shape {tuple(given_bw.shape)} on {given_bw.device}."
+            f"MambaLM.advance: landing_bw must be contiguous float32 of shape {shape} on the CPU; "
+            f"got {given_bw.dtype} of shape {tuple(given_bw.shape)} on {given_bw.device}."
         )
     return given_bw
 

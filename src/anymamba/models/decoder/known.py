@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from anymamba.models.decoder.compiled import Decoder
+from anymamba.models.decoder.repeat import Repeat
 from anymamba.models.decoder.weights import NotServed, Weights
 
-__all__ = ["decoder_of", "doubt_copies", "unchanged"]
+__all__ = ["decoder_of", "doubt_copies", "keep_for_repeats", "repeat_of", "unchanged"]
 
 # Beside the models: a copy of a model, or a pickled one, must not carry addresses.
 _decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
@@ -38,6 +39,7 @@ class _Promise:
         self.depth = 0
         self.decoder: Decoder | None = None
         self.memory: list[Tensor] = []
+        self.repeat: Repeat | None = None
 
     def trust(self, decoder: Decoder) -> None:
         """Look at this decoder's weights no more."""
@@ -85,6 +87,24 @@ def doubt_copies(lm: nn.Module) -> None:
     decoder = _decoders.get(lm)
     if decoder is not None:
         decoder.is_doubted = True
+
+
+def keep_for_repeats(lm: nn.Module, repeat: Repeat) -> None:
+    """Keep what a token was run with for the next one, as long as a promise is in force.
+
+    Args:
+        lm: a `MambaLM`.
+        repeat: the token's call.
+    """
+    promise = _promises.given.get(lm)
+    if promise is not None:
+        promise.repeat = repeat
+
+
+def repeat_of(lm: nn.Module) -> Repeat | None:
+    """Return the call of the last token under this thread's promise, if there was one."""
+    promise = _promises.given.get(lm)
+    return None if promise is None else promise.repeat
 
 
 def decoder_of(lm: nn.Module) -> Decoder:

@@ -72,24 +72,46 @@ class Binding:
     """A cache that was checked, and the call that runs on its memory."""
 
     def __init__(
-        self, program: decode.Program, mixers: Sequence[nn.Module], cache: ModelCache
+        self,
+        program: decode.Program,
+        mixers: Sequence[nn.Module],
+        cache: ModelCache,
+        dtype: torch.dtype,
     ) -> None:
-        """Check every state."""
+        """Check every state.
+
+        Args:
+            program: of the model.
+            mixers: of its layers.
+            cache: its state.
+            dtype: of its logits.
+        """
         states, tensors = check_states(mixers, cache), tensors_of(cache)
         _check_apart(tensors)
         self.rows = cache.position_b.shape[0]
-        self.call = decode.DecodeCall(program, self.rows, states, cache.position_b)
+        self.call = decode.DecodeCall(program, self.rows, states, cache.position_b, dtype)
         # Weakly: a finished cache must not live on in the model.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._pointers = _addresses(tensors)
+        self._only_in_inference = any(tensor.is_inference() for tensor in tensors)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether these are the very tensors that were checked, where they were."""
         return (
             len(tensors) == len(self._tensors)
             and all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
-            and [tensor.data_ptr() for tensor in tensors] == self._pointers
+            and self.still_lie(tensors)
         )
+
+    def still_lie(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether the tensors that were checked lie where they did, and may be written to."""
+        if self._only_in_inference and not torch.is_inference_mode_enabled():
+            return False
+        return _addresses(tensors) == self._pointers
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _layer_states(mixer: Any, layer: Any, rows: int) -> list[Tensor]:

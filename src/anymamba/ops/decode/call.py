@@ -1,12 +1,14 @@
 """The call of the decoder: tensors bound once, then one call per token."""
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from anymamba import settings
 from anymamba.errors import BackendError
 from anymamba.ops.decode.program import Program
 from anymamba.ops.native import AXES, DTYPES, KernelCall, kernel_in_force, kernel_threads
@@ -14,14 +16,24 @@ from anymamba.ops.native import AXES, DTYPES, KernelCall, kernel_in_force, kerne
 __all__ = ["DecodeCall"]
 
 _STATES = 3  # ids, positions and logits come first
+_VIEW = 2 + AXES  # a view: address, dtype, strides
+_IDS, _POSITIONS, _LOGITS = (place * _VIEW for place in range(_STATES))
 
 
-class _View(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int64),
-        ("stride", ctypes.c_int64 * AXES),
-    )
+class _Ready(NamedTuple):
+    """Everything that a token needs but its ids and the place of its logits."""
+
+    function: Any
+    reference: Any  # of the call, for C
+    ids: ctypes.Array[ctypes.c_int64]
+    views: ctypes.Array[ctypes.c_int64]
+    call: KernelCall
+    workspace: Tensor
+    switches: settings.Settings
+    threads: int
+
+    def is_current(self) -> bool:
+        return settings.current() is self.switches and kernel_threads() == self.threads
 
 
 class DecodeCall:
@@ -31,37 +43,72 @@ class DecodeCall:
     """
 
     def __init__(
-        self, program: Program, rows: int, states: Sequence[Sequence[Tensor]], position_b: Tensor
+        self,
+        program: Program,
+        rows: int,
+        states: Sequence[Sequence[Tensor]],
+        position_b: Tensor,
+        logits_dtype: torch.dtype,
     ) -> None:
-        """Write down where everything lies: up to four states per layer."""
-        self.program, self.rows = program, rows
-        self._views = (_View * (_STATES + 4 * len(states)))()
-        _write(self._views[1], position_b)
-        for layer, tensors in enumerate(states):
-            for place, tensor in enumerate(tensors):
-                _write(self._views[_STATES + 4 * layer + place], tensor)
-        self._sizes = (ctypes.c_int64 * 2)(rows, ctypes.addressof(program))
-
-    def run(self, ids_b: Tensor, logits_bw: Tensor | None) -> None:
-        """Advance every state by one token and write the logits.
+        """Write down where everything lies: up to four states per layer.
 
         Args:
-            ids_b: one id per row; int64, contiguous, inside the vocabulary.
-            logits_bw: float32, rows contiguous; None leaves the head out.
+            program: of the model.
+            rows: of the state.
+            states: of each layer.
+            position_b: how many tokens each row has seen.
+            logits_dtype: of the logits, if they are not float32.
+        """
+        self.program, self.rows = program, rows
+        self._views = (ctypes.c_int64 * (_VIEW * (_STATES + 4 * len(states))))()
+        self._write(_POSITIONS, position_b)
+        for layer, tensors in enumerate(states):
+            for place, tensor in enumerate(tensors):
+                self._write(_VIEW * (_STATES + 4 * layer + place), tensor)
+        self._views[_LOGITS + 1 : _LOGITS + 3] = DTYPES[logits_dtype], program.head.rows
+        self._sizes = (ctypes.c_int64 * 2)(rows, ctypes.addressof(program))
+        # Whoever runs takes it away and puts it back: two threads, or a token that a signal brings
+        # in between, never write into one. What an interrupt takes along is made anew.
+        self._spare: deque[_Ready] = deque(maxlen=1)
+
+    def run(self, ids: Sequence[int], logits_bw: Tensor | None) -> None:
+        """Advance every state by one token and write the logits.
+
+        Between two tokens the caches hold nothing of Python's, and each thing that is looked at
+        costs a read of memory: all that can be is kept from token to token.
+
+        Args:
+            ids: one per row, inside the vocabulary.
+            logits_bw: contiguous; float32 or what was said; None leaves the head out.
 
         Raises:
             BackendError: the kernel cannot run; nothing was changed.
         """
+        try:
+            ready = self._spare.pop()
+        except IndexError:
+            ready = None
+        if ready is None or not ready.is_current():
+            ready = self._made_ready()
+        ready.ids[:] = ids
+        if logits_bw is None:
+            ready.views[_LOGITS] = 0
+        else:
+            ready.views[_LOGITS : _LOGITS + 2] = logits_bw.data_ptr(), DTYPES[logits_bw.dtype]
+        ready.function(ready.reference)
+        self._spare.append(ready)
+
+    def _made_ready(self) -> _Ready:
         function, variant = kernel_in_force("decode")
-        # A copy of the list of views, so that two threads may run one binding.
+        ids, threads = (ctypes.c_int64 * self.rows)(), kernel_threads()
         views = type(self._views).from_buffer_copy(self._views)
-        _write(views[0], ids_b)
-        if logits_bw is not None:
-            _write(views[2], logits_bw)
+        views[_IDS : _IDS + 3] = ctypes.addressof(ids), DTYPES[torch.int64], 1
+        # Of memory it wants the most now: logits of half types are summed there.
         call = KernelCall(
-            ctypes.addressof(views), ctypes.addressof(self._sizes), None, kernel_threads(), variant
+            ctypes.addressof(views), ctypes.addressof(self._sizes), None, threads, variant
         )
-        wanted = function(ctypes.byref(call))
+        reference = ctypes.byref(call)
+        wanted = function(reference)
         if wanted < 0:
             raise BackendError(
                 "decode: the compiled kernels read another layout of programs. Install the "
@@ -70,10 +117,10 @@ class DecodeCall:
         # Wherever torch makes tensors by default, these bytes are the kernel's.
         workspace = torch.empty(wanted, dtype=torch.uint8, device="cpu")
         call.workspace = workspace.data_ptr()
-        function(ctypes.byref(call))
+        return _Ready(
+            function, reference, ids, views, call, workspace, settings.current(), threads
+        )
 
-
-def _write(view: Any, tensor: Tensor) -> None:
-    view.data, view.dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
-    for axis, stride in enumerate(tensor.stride()):
-        view.stride[axis] = stride
+    def _write(self, at: int, tensor: Tensor) -> None:
+        numbers = (tensor.data_ptr(), DTYPES[tensor.dtype], *tensor.stride())
+        self._views[at : at + len(numbers)] = numbers

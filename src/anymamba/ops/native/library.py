@@ -14,7 +14,7 @@ from anymamba import settings
 __all__ = ["Library", "NativeStatus", "load", "native_status"]
 
 # The interface of native/anymamba.h that this code speaks.
-_ABI = 6
+_ABI = 7
 _FILE = "_native.so"
 
 
