@@ -68,6 +68,7 @@ void enter_sublayer(Step &step, const DecodeNorm &norm, bool has_branch) {
         float *stream = step.desk.stream + row * stride;
         if (has_branch) {
             const float *branch = step.board.branch + row * stride;
+            ask_for_shared(branch, width);
             for (int64_t place = 0; place < width; ++place) stream[place] += branch[place];
         }
         normalize(norm, stream, width, step.desk.normed + row * step.desk.normed_stride);

@@ -200,6 +200,7 @@ void prepare_halves(int64_t columns, Activations *x) {
 }  // namespace
 
 void prepare(const DecodeMatrix &matrix, Activations *x) {
+    if (x->rows == 1) ask_for_shared(x->values, matrix.columns);
     if (matrix.format == DecodeFormat::kBFloat16) prepare_halves(matrix.columns, x);
     if (matrix.format == DecodeFormat::kInt8 || matrix.format == DecodeFormat::kInt4)
         prepare_integers(matrix, x);
