@@ -99,6 +99,7 @@ class DecodeCall:
         self._spare.append(ready)
 
     def _made_ready(self) -> _Ready:
+        switches = settings.current()
         function, variant = kernel_in_force("decode")
         ids, threads = (ctypes.c_int64 * self.rows)(), kernel_threads()
         views = type(self._views).from_buffer_copy(self._views)
@@ -117,9 +118,7 @@ class DecodeCall:
         # Wherever torch makes tensors by default, these bytes are the kernel's.
         workspace = torch.empty(wanted, dtype=torch.uint8, device="cpu")
         call.workspace = workspace.data_ptr()
-        return _Ready(
-            function, reference, ids, views, call, workspace, settings.current(), threads
-        )
+        return _Ready(function, reference, ids, views, call, workspace, switches, threads)
 
     def _write(self, at: int, tensor: Tensor) -> None:
         numbers = (tensor.data_ptr(), DTYPES[tensor.dtype], *tensor.stride())
