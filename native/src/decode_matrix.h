@@ -69,9 +69,10 @@ ANYMAMBA_INLINE void read_in_streams(Rows rows, const Function &function) {
 
 // Places from which one vector reads at once. In trials on a core that can read 37 GB/s, a token of
 // mamba-130m and mamba2-130m came with 1, 2, 3 and 4 of them at 76 and 79, 91 and 92, 89 and 92, 82
-// and 82% of that in float32. In bfloat16 it came at 86 and 92% with 2 and 84 and 90% with 4, but two
-// cores that share 38 GB/s prefer 4; int4 reaches 66% with 2 and 78% with 4. int8 on two such cores
-// took with 2 instead of 4 the same time, 6 and 3% less (siso, mamba-130m, mamba2-130m).
+// and 82% of that in float32. Tokens of bfloat16 take 1% less with 2 than with 4 on two cores that
+// share 36 GB/s and 2% less where each has a path to memory of its own; int4 reaches 66% with 2 and
+// 78% with 4. int8 on two cores that share took with 2 instead of 4 the same time, 6 and 3% less (siso,
+// mamba-130m, mamba2-130m).
 constexpr int kMostStreams = 4;
 constexpr int streams_of(DecodeFormat format) {
     return format == DecodeFormat::kInt4 ? kMostStreams : 2;
