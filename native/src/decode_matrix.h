@@ -42,7 +42,8 @@ struct Ahead {
     }
 };
 
-// Rows of a matrix: `own`, and as many at other places, `apart` rows from each other.
+// Rows of a matrix: `own`, and as many at other places, `apart` rows from each other. One place, or as
+// many as one vector reads from (streams_of).
 struct Rows {
     Share own;
     int64_t places = 1, apart = 0;

@@ -29,6 +29,7 @@ struct Desk {
 // Rows of a matrix that are claimed together, at least: a panel of integers. Several vectors of
 // floating-point formats meet groups of two or three rows, and want no row left over.
 constexpr int64_t kStrip = 16, kStripOfGroups = 48;
+static_assert(kStrip % kDecodePanel == 0 && kStrip % kDecodeGroup == 0, "strips are whole panels");
 
 // A worker's part of the rows of a matrix.
 struct Part {
@@ -104,10 +105,13 @@ struct Step {
     // What a worker has of the first `count` rows of a matrix.
     Part part_of(const DecodeMatrix &matrix, int64_t count, int64_t of) const {
         const bool is_grouped = rows > 1 && matrix.scales == nullptr;
-        const int64_t strip = is_grouped ? kStripOfGroups : kStrip;
-        const int64_t places = rows > 1 ? 1 : streams_of(matrix.format);
+        const bool is_large = count >= 4 * kStripOfGroups * team.size();
+        const int64_t strip = is_grouped && is_large ? kStripOfGroups : kStrip;
         const Share strips = even_part(ceil_div(count, strip), of, team.size());
         const Share own{strips.first * strip, smaller(count, strips.last * strip)};
+        // Few strips stay at one place, where others may claim each of them.
+        const int64_t streams = rows > 1 ? 1 : streams_of(matrix.format);
+        const int64_t places = strips.last - strips.first < 2 * streams ? 1 : streams;
         if (places == 1) return {{own}, {0, 0}, strip};
         const int64_t apart = (own.last - own.first) / strip / places * strip;
         return {{{own.first, own.first + apart}, places, apart},

@@ -1,4 +1,4 @@
-// A meeting of threads that takes less than a microsecond: a token has a hundred of them.
+// A meeting of threads that takes two of them less than a microsecond: a token has a hundred.
 #include "decode_team.h"
 
 #include <atomic>
@@ -109,7 +109,6 @@ void Team::wait(int64_t worker, Soon soon) {
     const uint32_t number = own.arrived.load(std::memory_order_relaxed) + 1;
     own.arrived.store(number);
     wake_sleepers(meeting, own);
-    // Who comes last need not wait, and asks for less.
     int64_t asked = 0, most = smaller(soon.bytes, kLastSoon / soon.places);
     for (int64_t other = 0; other < size_; ++other) {
         Seat &seat = meeting.seats[other];

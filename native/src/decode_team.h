@@ -9,7 +9,7 @@ namespace anymamba {
 
 class Team;
 
-// More would wait for each other longer than they work.
+// Their seats lie on the stack of who starts them; each looks at those of all others.
 constexpr int64_t kMostWorkers = 64;
 
 // Some of the pieces of a stage's work: those from `first` to before `last`.
@@ -53,7 +53,7 @@ class Team {
     // Begins a stage, of which `pieces` are this worker's own part.
     void begin(int64_t worker, int64_t pieces);
     // The next pieces of the worker's own part, ever fewer; then the last ones of somebody else's;
-    // empty when none are left. Between two meetings every worker claims until then.
+    // empty when none are left that their owner has begun with. Between two meetings every worker claims until then.
     Claim claim(int64_t worker);
 
   private:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymamba.errors import BackendError, CacheError, ConfigError, DtypeError, ShapeError
-from anymamba.models import MambaLM
+from anymamba.models import MambaLM, quantize_lm
 from anymamba.nn import ModelCache
 from anymamba.settings import override
 from decoder_cases import MODELS, assert_near_states, model, tokens, used_cache
@@ -213,6 +213,50 @@ def test_a_state_that_was_moved_is_found(lm, checked):
     assert len(checked) == 1
     assert torch.equal(got_bw, lm.step_(tokens(2), want, impl="native"))
     assert_equal_states(want, cache)
+
+
+def test_a_state_that_wants_gradients_is_refused(lm):
+    """As it is at the first token: nothing may be written into it."""
+    cache = used_cache(lm, 2)
+    with lm.unchanged():
+        lm.step_(tokens(2), cache, impl="native")
+        cache.requires_grad_()
+        with pytest.raises(BackendError, match="need no gradient"):
+            lm.step_(tokens(2), cache, impl="native")
+
+
+def test_what_another_thread_decoded_with_is_noticed(lm):
+    """A promise of this thread cannot bind another, whose new weights must not be read half."""
+    cache, ids_b = used_cache(lm, 2), tokens(2)
+
+    def change() -> None:
+        head = lm.backbone.embedding.weight
+        head.data = torch.randn_like(head)
+        lm.step_(ids_b, used_cache(lm, 2), impl="native")
+
+    with lm.unchanged():
+        lm.step_(ids_b, cache, impl="native")
+        want = cache.clone()
+        other = threading.Thread(target=change)
+        other.start()
+        other.join(60)
+        with pytest.raises(ConfigError):
+            lm.step_(torch.tensor([1, 99]), cache)
+        got_bw = lm.step_(ids_b, cache, impl="native")
+    assert torch.equal(got_bw, lm.step_(ids_b, want, impl="native"))
+    assert_equal_states(want, cache)
+
+
+def test_an_embedding_of_float64_runs_as_modules():
+    """Logits are float32 or a half type in the decoder, also where integers are dequantised."""
+    lm = quantize_lm(model("mamba2", d_model=36), "int8")
+    lm.backbone.embedding.double()
+    with pytest.raises(BackendError, match="float64"):
+        lm.step_(
+            tokens(2),
+            used_cache(quantize_lm(model("mamba2", d_model=36), "int8"), 2),
+            impl="native",
+        )
 
 
 def test_a_promise_that_ends_keeps_nothing(lm):

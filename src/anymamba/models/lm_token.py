@@ -73,7 +73,7 @@ class TokenVerbs(nn.Module):
 
         The arguments are those of `step`. An error leaves the cache as it was.
         """
-        if self._may_repeat(impl):
+        if self._decodes(impl):
             repeated_bw = repeated_step(self, ids_b, cache)
             if repeated_bw is not None:
                 return repeated_bw
@@ -108,16 +108,16 @@ class TokenVerbs(nn.Module):
             cache: as for `step`.
             impl: as for `step`.
             landing_bw: where the decoder writes the logits, and what it then returns as logits: in
-                float32, whatever the model's dtype. An interrupt that arrives while it runs is
-                raised before this function returns: if the given cache then holds the new state
-                (its position tells), only here are the logits to be found. (batch, rows of the
-                head), float32, contiguous, on the CPU. Modules leave the given cache alone, and
-                this too.
+                float32, whatever the model's dtype; modules return the model's. An interrupt that
+                arrives while it runs is raised before this function returns: if the given cache
+                then holds the new state (its position tells), only here are the logits to be found.
+                (batch, rows of the head), float32, contiguous, on the CPU. Modules leave the given
+                cache alone, and this too.
 
         Raises:
             ShapeError: the decoder cannot write into `landing_bw`.
         """
-        if self._may_repeat(impl):
+        if self._decodes(impl):
             repeated_bw = repeated_step(self, ids_b, cache, landing_bw)
             if repeated_bw is not None:
                 return LmStep(repeated_bw, cache)
@@ -141,7 +141,7 @@ class TokenVerbs(nn.Module):
             >>> cache.position
             tensor([1])
         """
-        if self._may_repeat(impl) and repeated_state(self, ids_b, cache):
+        if self._decodes(impl) and repeated_state(self, ids_b, cache):
             return cache
         self._check_token("MambaLM.advance_state", ids_b, cache, impl)
         found = native_state(self, ids_b, cache, impl) if self._decodes(impl) else None
@@ -158,7 +158,8 @@ class TokenVerbs(nn.Module):
         The decoder otherwise looks at every token whether a weight, a submodule or a hook is new:
         half a millisecond, a tenth of a token of a 130M model in int4. Inside it looks once.
         `generate` promises this itself, unless it is given functions of the caller's. Other threads
-        have promised nothing and look.
+        have promised nothing and look. The state of the last token is held until the end of the
+        promise, or until another state is decoded with.
 
         Example:
             >>> from anymamba.models import MambaConfig, MambaLM
@@ -194,11 +195,6 @@ class TokenVerbs(nn.Module):
         check_rows(where, ids_b, cache.position_b.shape[0])
 
     @staticmethod
-    def _may_repeat(impl: str) -> bool:
-        """Whether the decoder may be tried on what nobody has checked."""
-        return impl in ("auto", "native") and not torch.compiler.is_compiling()
-
-    @staticmethod
     def _decodes(impl: str) -> bool:
         """Whether the decoder may be tried; a traced call stays in the modules."""
-        return impl != "portable" and not torch.compiler.is_compiling()
+        return impl in ("auto", "native") and not torch.compiler.is_compiling()

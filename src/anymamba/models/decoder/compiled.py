@@ -14,6 +14,7 @@ from anymamba.ops import decode
 
 __all__ = ["Bound", "Decoder", "decodable", "is_decodable"]
 
+_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -57,6 +58,8 @@ class Decoder:
         # What comes out has the dtype of the stream, whatever the head is made of.
         is_quantized = isinstance(embedding, QuantizedEmbedding)
         self.dtype = weights.option(embedding, "dtype") if is_quantized else embedding.weight.dtype
+        if self.dtype not in _LOGITS:
+            raise NotServed(f"the embedding must give float32 or a half type, not {self.dtype}")
         self._binding: Binding | None = None
         self.is_doubted = False
 

@@ -43,7 +43,7 @@ class _Promise:
 
     def trust(self, decoder: Decoder) -> None:
         """Look at this decoder's weights no more."""
-        self.decoder = decoder
+        self.decoder, self.repeat = decoder, None
         # A promise may be broken: what the kernel reads then is old, but still there.
         self.memory = decoder.weights.aliases()
 
@@ -104,7 +104,10 @@ def keep_for_repeats(lm: nn.Module, repeat: Repeat) -> None:
 def repeat_of(lm: nn.Module) -> Repeat | None:
     """Return the call of the last token under this thread's promise, if there was one."""
     promise = _promises.given.get(lm)
-    return None if promise is None else promise.repeat
+    if promise is None or promise.repeat is None:
+        return None
+    # Another thread may have changed the model, and decoded with what it found.
+    return promise.repeat if promise.repeat.decoder is _decoders.get(lm) else None
 
 
 def decoder_of(lm: nn.Module) -> Decoder:

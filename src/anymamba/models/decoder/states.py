@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = ["Binding", "check_states", "roomy", "tensors_of"]
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 # Places that keys and values grow by, at least; else by a quarter, so that each is seldom moved.
 _ROOM = 64
+_needs_gradient = operator.attrgetter("requires_grad")
 
 
 def tensors_of(cache: ModelCache) -> list[Tensor]:
@@ -104,10 +106,13 @@ class Binding:
         )
 
     def still_lie(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether the tensors that were checked lie where they did, and may be written to."""
+        """Say whether the tensors that were checked lie where they did, and may be written to.
+
+        That somebody has turned one in place, so that its axes are others, is not noticed.
+        """
         if self._only_in_inference and not torch.is_inference_mode_enabled():
             return False
-        return _addresses(tensors) == self._pointers
+        return _addresses(tensors) == self._pointers and not any(map(_needs_gradient, tensors))
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
