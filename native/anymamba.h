@@ -26,7 +26,7 @@ enum anymamba_dtype {
     ANYMAMBA_FLOAT32 = 0,
     ANYMAMBA_BFLOAT16 = 1,
     ANYMAMBA_INT64 = 2,
-    ANYMAMBA_FLOAT16 = 3 /* states of the decoder only */
+    ANYMAMBA_FLOAT16 = 3 /* states and logits of the decoder only */
 };
 
 /* A view: strides are counted in elements, and unused ones are 0. An absent tensor has no data. */
