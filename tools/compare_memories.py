@@ -28,6 +28,11 @@ class Line(NamedTuple):
     rates: tuple[float, ...]
 
 
+def decode_part(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a document says of decoding: that of one run, or one that `--save` adds to."""
+    return document.get("sections", {}).get("decode", document)
+
+
 def lines_of(report: dict[str, Any]) -> Iterable[Line]:
     """Return the lines of a run with the rates of memory that their cases met."""
     ours = [figure for figure in report["decoding"] if figure["engine"] == "anymamba"]
@@ -68,8 +73,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("report", nargs="+", type=Path, help="written by anymamba bench --json")
-    reports = [json.loads(file.read_text()) for file in parser.parse_args().report]
+    parser.add_argument("report", nargs="+", type=Path, help="of anymamba bench --json or --save")
+    reports = [decode_part(json.loads(file.read_text())) for file in parser.parse_args().report]
     found = [line for report in reports for line in lines_of(report)]
     if not found:
         raise SystemExit("no line about decoding: run `anymamba bench decode --json`")

@@ -71,11 +71,14 @@ def run_of_the_bench(rates: dict[int, float], reached: dict[int, float]) -> dict
 
 
 def test_lines_are_told_apart_by_their_memory(tmp_path, capsys, monkeypatch):
-    """Each line at the memory of its own case; one row beside other memory is no comparison."""
+    """Each line at the memory of its own case; one row beside other memory is no comparison.
+
+    A report that was saved has the run among those of other groups.
+    """
     runs = [
         run_of_the_bench({1: 35.0, 8: 36.0}, {1: 0.95, 8: 6.0}),
         run_of_the_bench({1: 33.0, 8: 66.0}, {1: 0.97, 8: 5.0}),
-        run_of_the_bench({1: 64.0, 8: 65.0}, {1: 0.80, 8: 3.5}),
+        {"sections": {"decode": run_of_the_bench({1: 64.0, 8: 65.0}, {1: 0.80, 8: 3.5})}},
     ]
     files = [tmp_path / f"{place}.json" for place in range(3)]
     for file, run in zip(files, runs, strict=True):
