@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -223,6 +224,18 @@ def test_a_state_that_wants_gradients_is_refused(lm):
         cache.requires_grad_()
         with pytest.raises(BackendError, match="need no gradient"):
             lm.step_(tokens(2), cache, impl="native")
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_state_of_inference_mode_is_refused_outside(lm, promised):
+    """Also if it was decoded with inside just before."""
+    with lm.unchanged() if promised else nullcontext():
+        with torch.inference_mode():
+            cache = lm.empty_cache(2)
+            lm.step_(tokens(2), cache, impl="native")
+        with pytest.raises(BackendError, match="made in inference mode"):
+            lm.step_(tokens(2), cache, impl="native")
+    assert cache.position_b.tolist() == [1, 1]
 
 
 def test_what_another_thread_decoded_with_is_noticed(lm):
