@@ -23,9 +23,8 @@ class Repeat(NamedTuple):
     """The call of a token that was checked in all respects; good while the model is unchanged."""
 
     decoder: Decoder
+    # It holds its cache, a tuple of tuples down to the tensors: no other can be taken for it.
     bound: Bound
-    # Held, so that no other cache can be taken for it: a tuple of tuples, down to the tensors.
-    cache: ModelCache
     switches: settings.Settings
 
     @classmethod
@@ -38,7 +37,7 @@ class Repeat(NamedTuple):
         is_fixed = type(cache) is ModelCache and type(cache.layers) is tuple
         if decoder.has_attention or not is_fixed:
             return None
-        return cls(decoder, bound, cache, settings.current())
+        return cls(decoder, bound, settings.current())
 
     def ids_of(self, ids_b: Tensor, cache: ModelCache) -> list[int] | None:
         """Return the ids if this token can be run in the same way; else it is checked as any other.
@@ -47,7 +46,7 @@ class Repeat(NamedTuple):
             ids_b: what the caller gave as ids.
             cache: what the caller gave as state.
         """
-        if cache is not self.cache or settings.current() is not self.switches:
+        if cache is not self.bound.cache or settings.current() is not self.switches:
             return None
         if type(ids_b) is not Tensor or ids_b.dtype is not _ID or not ids_b.is_cpu:
             return None
